@@ -1,0 +1,194 @@
+"""Every setting and every default of a recipe. One frozen dataclass per YAML section; nothing else holds a default.
+
+Field comments are the user documentation: `minite plan --schema` prints them. Cross-field rules live in load.py.
+A section whose dataclass has a ``kind`` may be written as a bare word in YAML: ``sampler: sglang``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and names of the policy. Defaults are those of Qwen3; sizes have none."""
+
+    kind: str  # "qwen3" (dense) | "qwen3_moe"
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    intermediate_size: int = 0  # dense MLP width; qwen3 only
+    num_experts: int = 0  # qwen3_moe only
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_seq_len: int = 40_960
+    dtype: str = "bf16"  # activations and working weights: bf16 | fp32; master weights are always FP32
+    checkpoint: str | None = None  # HF safetensors directory to start from; None = random init
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class FormatConfig:
+    """Operands of the three GEMMs of a linear. Names come from config/operands.py."""
+
+    weight: str = "bf16"
+    input: str = "bf16"
+    dgrad: str = "bf16"  # weight used for the input gradient: bf16 = the original | dequantized = what fprop used
+    wgrad: str = "bf16"  # input used for the weight gradient: likewise
+
+
+@dataclass(frozen=True)
+class RuleConfig:
+    """Which modules use which format. Exactly one of match and layers."""
+
+    use: str  # a key of precision.formats
+    match: str | None = None  # HF module path, whole segments: * one segment, ** any number
+    layers: tuple[int, ...] | None = None  # every linear of these decoder layers; negative counts from the end
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The precision of everything. Rules are read top down; the first that matches a module decides."""
+
+    formats: dict[str, FormatConfig] = field(default_factory=dict)  # "bf16" always exists
+    rules: tuple[RuleConfig, ...] = (RuleConfig(use="bf16", match="**"),)
+    fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    kv_cache: str = "bf16"  # bf16 | fp8
+    lm_head_dtype: str = "fp32"  # dtype of logits: fp32 | bf16
+    alignment: str = "aligned"  # off | aligned | strict
+    backend: str = "auto"  # auto | a name of backends.registry
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts and rewards."""
+
+    kind: str = "arithmetic"  # arithmetic (made by the recipe) | jsonl
+    path: str | None = None  # jsonl only: lines {"prompt": str, "answer": str}
+    tokenizer: str = "chars"  # chars (built in) | a Hugging Face tokenizer directory
+    max_operand: int = 99  # arithmetic only
+    operations: tuple[str, ...] = ("+",)  # arithmetic only: of + - *
+    heldout: int = 256  # prompts never trained on
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Short supervised start made in the run, cached by content under the cache directory. steps 0 = none."""
+
+    steps: int = 0
+    batch_size: int = 64
+    lr: float = 3e-3
+    cache: bool = True
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """Megatron learner."""
+
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    device: str = "auto"  # auto | cpu | cuda
+    lr: float = 1e-6
+    min_lr: float | None = None  # None = constant at lr
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_grad: float = 1.0
+    tokens_per_microbatch: int = 16_384  # whole responses are packed up to this many tokens
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """Rollout engine."""
+
+    kind: str = "embedded"  # embedded (built in) | sglang
+    count: int = 1
+    device: str = "auto"
+    max_batch: int = 256  # requests decoded together
+    kv_tokens: int = 262_144  # size of the KV cache
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 8_192
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """GRPO."""
+
+    prompts_per_step: int = 32
+    group_size: int = 8
+    minibatches: int = 1  # optimizer steps per rollout
+    normalize_std: bool = True  # divide group advantages by their standard deviation
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None  # e.g. 3.0: bound of the loss for negative advantages
+    kl_coef: float = 0.0  # k3 KL to the warm-start policy
+    entropy_coef: float = 0.0
+    router_replay: bool = True  # learner uses the experts that the sampler chose
+    drop_flat_groups: bool = True  # groups whose rewards are all equal are resampled (dynamic sampling)
+    max_resample: int = 2  # extra rollout rounds to fill the batch after drops
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """What is done about the log-prob gap d = old_logprob - sampler_logprob [nats]. See docs/triage.md."""
+
+    kind: str = "triage"  # none | tis | icepop | triage
+    ratio_low: float = 0.5  # tis, icepop, triage narrowing: bounds of exp(d)
+    ratio_high: float = 2.0
+    calm: float | str = 0.1  # triage: |d| up to this is clear; "auto" = running quantile
+    calm_quantile: float = 0.95  # of |d|, for calm: auto
+    calm_decay: float = 0.9  # of the running quantile, for calm: auto
+    limit_negative: float = 0.5
+    limit_positive: float = 1.0
+    power: float = 1.0
+    narrowing: str = "keep"  # keep | truncate
+    window: int = 16  # tokens per segment
+    segment_risk: float = 0.5
+    response_tail_frac: float = 0.2
+    renormalize: bool = False  # divide by kept weight instead of the global token number
+    max_dropped_frac: float = 0.5
+    unhealthy: str = "warn"  # warn | skip | stop: what a step with more dropped does
+
+
+@dataclass(frozen=True)
+class DriverConfig:
+    """The run."""
+
+    steps: int = 100
+    placement: str = "colocated"  # colocated (learner and samplers take turns) | separate
+    ahead: int = 0  # 1 = the next rollout is sampled while the learner trains (policy lag 1); needs separate
+    num_cpus: int | None = None  # CPUs given to Ray; None = what the machine has
+    checkpoint_every: int = 20
+    checkpoints_kept: int = 3
+    eval_every: int = 10
+    eval_temperature: float = 0.0
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole recipe, resolved."""
+
+    name: str
+    model: ModelConfig
+    seed: int = 0
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    driver: DriverConfig = field(default_factory=DriverConfig)
