@@ -1,0 +1,52 @@
+"""Packaging. Tool settings (ruff, mypy, pytest, coverage) are in pyproject.toml; tested versions in constraints.txt."""
+
+from glob import glob
+
+from setuptools import find_packages, setup
+
+SGLANG = ["sglang>=0.5.15"]
+HF = ["transformers>=5.0"]
+
+setup(
+    name="minite",
+    version="0.1.0",
+    description="Native NVFP4 (W4A4) reinforcement learning: one precision plan for the learner and the sampler",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["minite*", "slime_plugin*"]),
+    package_data={"minite": ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"]},
+    data_files=[
+        ("share/minite/recipes", glob("recipes/*.yaml")),
+        ("share/minite/recipes/base", glob("recipes/base/*.yaml")),
+        ("share/minite/recipes/precision", glob("recipes/precision/*.yaml")),
+    ],
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=2.0",
+        "safetensors>=0.5",
+        "pyyaml>=6.0",
+        "megatron-core>=0.16.1,<0.17",  # 0.17 and later need Python 3.12 and import triton
+        "psutil>=5.9",  # megatron's checkpoint writer needs it and does not declare it: without it a save hangs
+        "ray>=2.40",
+        "rich>=13.0",
+        "tensorboard>=2.16",
+    ],
+    extras_require={
+        "hf": HF,  # Hugging Face tokenizers
+        "sglang": SGLANG,  # SGLang as the sampler
+        "slime": SGLANG,  # slime itself comes from its repository: the package of that name elsewhere is unrelated
+        "cuda": ["ninja>=1.11"],  # compiles the CUDA extension at first use; needs nvcc
+        "dev": [
+            *HF,  # the tests compare models with the Hugging Face implementation
+            "pytest>=8.4",
+            "pytest-cov>=6.0",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.15",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["minite = minite.cli:main"]},
+)
