@@ -1,0 +1,86 @@
+"""Moving weights between processes: buckets of bounded size, ending with a manifest of digests.
+
+On the wire every tensor is a plain CPU tensor. FP8 tensors, which many serializers do not know, go as uint8 and
+carry their dtype in the key: ``NAME|float8_e4m3fn``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from minite.sync.errors import SyncError
+from minite.sync.verify import Digest, combine, dtype_name
+from minite.types import WeightVersion
+
+MANIFEST = "#manifest"  # key of the last bucket's only tensor: JSON {name: digest}
+BUCKET_BYTES = 256 << 20  # large enough to amortise a message, small against a host's memory
+_TAGGED = {dtype_name(d): d for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)}
+
+Bucket = dict[str, Tensor]
+
+
+def to_wire(tensors: Mapping[str, Tensor]) -> Bucket:
+    """Plain CPU tensors, FP8 as tagged uint8."""
+    wire = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        tag = dtype_name(tensor.dtype)
+        if tag in _TAGGED:
+            wire[f"{name}|{tag}"] = tensor.view(torch.uint8)
+        else:
+            wire[name] = tensor
+    return wire
+
+
+def from_wire(bucket: Mapping[str, Tensor]) -> Bucket:
+    """Inverse of ``to_wire``; names without a tag pass unchanged. An unknown tag is a SyncError."""
+    tensors = {}
+    for key, tensor in bucket.items():
+        name, _, tag = key.partition("|")
+        if tag and tag not in _TAGGED:
+            raise SyncError(f"{name}: unknown dtype tag {tag!r} on the wire; known: {', '.join(_TAGGED)}")
+        tensors[name] = tensor.view(_TAGGED[tag]) if tag else tensor
+    return tensors
+
+
+def buckets(groups: Iterable[tuple[str, Mapping[str, Tensor]]], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Wire buckets of at most ``max_bytes`` (or of one tensor that is larger), then one with the manifest alone.
+
+    Args:
+        groups: (module group, named tensors), as ``sync.export.pack`` yields them; a group may be split.
+    """
+    digest, bucket, size = Digest(), {}, 0
+    for _, tensors in groups:
+        for name, tensor in tensors.items():
+            digest.update(name, tensor)
+            nbytes = tensor.numel() * tensor.element_size()
+            if bucket and size + nbytes > max_bytes:
+                yield bucket
+                bucket, size = {}, 0
+            bucket.update(to_wire({name: tensor}))
+            size += nbytes
+    if bucket:
+        yield bucket
+    manifest = json.dumps(digest.parts, sort_keys=True).encode()
+    yield {MANIFEST: torch.frombuffer(bytearray(manifest), dtype=torch.uint8)}
+
+
+def read_manifest(tensor: Tensor) -> dict[str, str]:
+    """``Digest.parts`` of the sender, from the manifest tensor."""
+    try:
+        return dict(json.loads(bytes(tensor.cpu().numpy())))
+    except ValueError as error:
+        raise SyncError(f"the manifest of the weights is damaged ({error}); send the weights again") from None
+
+
+def package(
+    groups: Iterable[tuple[str, Mapping[str, Tensor]]], step: int, plan_digest: str, max_bytes: int = BUCKET_BYTES
+) -> tuple[list[Bucket], WeightVersion]:
+    """All buckets of one weight version, and the version: what a learner hands to its samplers."""
+    sent = list(buckets(groups, max_bytes))
+    parts = read_manifest(sent[-1][MANIFEST])
+    return sent, WeightVersion(step, plan_digest, combine(parts))
