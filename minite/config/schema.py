@@ -92,7 +92,7 @@ class LearnerConfig:
     """Megatron learner."""
 
     tensor_parallel: int = 1
-    expert_parallel: int = 1
+    expert_parallel: int = 1  # splits the experts over the data-parallel ranks, as megatron does
     pipeline_parallel: int = 1
     data_parallel: int = 1
     device: str = "auto"  # auto | cpu | cuda
@@ -105,6 +105,16 @@ class LearnerConfig:
     clip_grad: float = 1.0
     tokens_per_microbatch: int = 16_384  # whole responses are packed up to this many tokens
     recompute: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different responses: expert parallelism needs at least that many."""
+        return max(self.data_parallel, self.expert_parallel)
+
+    @property
+    def world_size(self) -> int:
+        """Learner processes."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_ranks
 
 
 @dataclass(frozen=True)
@@ -192,3 +202,11 @@ class RunConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     driver: DriverConfig = field(default_factory=DriverConfig)
+    # Where each setting was written: dotted path -> "file:line". Kept by load.py for error messages; not a setting.
+    sources: dict[str, str] = field(
+        default_factory=dict, compare=False, repr=False, metadata={"internal": True}
+    )
+
+    def where(self, path: str) -> str:
+        """Where the setting at ``path`` was written, for the start of an error message."""
+        return self.sources.get(path, f"{path} (default)")

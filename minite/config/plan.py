@@ -1,0 +1,125 @@
+"""The precision plan: what the rules decided for every linear. Everything else obeys it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from minite.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """The decision for one linear."""
+
+    name: str  # HF module path, e.g. "model.layers.0.mlp.experts.3.gate_proj"
+    n: int  # rows of the unsharded weight [N, K]
+    k: int
+    format: str  # key of precision.formats, or "bf16"
+    weight: str  # operand of config/operands.py
+    input: str
+    dgrad: str  # weight used by the input gradient: "bf16" = the original | "dequantized"
+    wgrad: str  # input used by the weight gradient: likewise
+    group: str | None  # fusion group, e.g. "model.layers.0.self_attn.qkv_proj"; members share one outer scale
+    rule: str  # the deciding rule and where it stands, for people
+    token_share: float = 1.0  # fraction of the tokens that pass through: experts_per_token / num_experts for an expert
+
+    @property
+    def quantized(self) -> bool:
+        return self.weight != "bf16" or self.input != "bf16"
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """One entry per linear in model order, and the model-wide choices."""
+
+    entries: tuple[PlanEntry, ...]
+    kv_cache: str
+    lm_head_dtype: str
+    alignment: str
+    backend: str  # as the recipe asks: "auto" or a backend's name
+    digest: str  # of everything that changes a number; equal digests mean equal numerics
+
+    @cached_property
+    def _by_name(self) -> dict[str, PlanEntry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def _by_group(self) -> dict[str, tuple[PlanEntry, ...]]:
+        groups: dict[str, list[PlanEntry]] = {}
+        for entry in self.entries:
+            if entry.group is not None:
+                groups.setdefault(entry.group, []).append(entry)
+        return {group: tuple(members) for group, members in groups.items()}
+
+    def __getitem__(self, name: str) -> PlanEntry:
+        """The entry of a module. Raises KeyError when the plan has none."""
+        return self._by_name[name]
+
+    def get(self, name: str) -> PlanEntry | None:
+        return self._by_name.get(name)
+
+    def __iter__(self) -> Iterator[PlanEntry]:
+        return iter(self.entries)
+
+    def group_members(self, group: str) -> tuple[PlanEntry, ...]:
+        """The entries that share the group's outer scale, in model order. Raises KeyError for an unknown group."""
+        return self._by_group[group]
+
+    def table(self) -> str:
+        """The plan as text: equal decisions over ranges of layers and experts on one line."""
+        from minite.config.plan_table import render  # it reads plans, so it cannot be imported above
+
+        return render(self)
+
+    def to_json(self) -> str:
+        """The whole plan as JSON text, rules written once. The inverse of from_json."""
+        rules = list(dict.fromkeys(entry.rule for entry in self.entries))
+        number = {rule: i for i, rule in enumerate(rules)}
+        modules = [{**vars_of(entry), "rule": number[entry.rule]} for entry in self.entries]
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "entries"}
+        lines = ",\n".join("  " + json.dumps(module) for module in modules)
+        return json.dumps({**head, "rules": rules}, indent=1)[:-2] + f',\n "modules": [\n{lines}\n ]\n}}\n'
+
+    @staticmethod
+    def from_json(text: str) -> PrecisionPlan:
+        """Read what to_json wrote. Raises UserError when it is damaged or its digest is not that of its content."""
+        try:
+            data = json.loads(text)
+            rules = data.pop("rules")
+            entries = tuple(PlanEntry(**{**module, "rule": rules[module["rule"]]}) for module in data.pop("modules"))
+            plan = PrecisionPlan(entries=entries, **data)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError(f"plan.json: not a precision plan ({error}); make it again with: minite plan --json") from None
+        if plan_digest(plan) != plan.digest:
+            raise UserError("plan.json: its digest does not fit its content; make it again with: minite plan --json")
+        return plan
+
+
+def vars_of(entry: PlanEntry) -> dict[str, Any]:
+    """The fields of an entry (dataclasses.asdict copies deeply, ten times slower over 18,000 modules)."""
+    return dict(vars(entry))
+
+
+def make_plan(
+    entries: tuple[PlanEntry, ...], *, kv_cache: str, lm_head_dtype: str, alignment: str, backend: str
+) -> PrecisionPlan:
+    """A plan with its digest filled in."""
+    draft = PrecisionPlan(entries, kv_cache, lm_head_dtype, alignment, backend, digest="")
+    return dataclasses.replace(draft, digest=plan_digest(draft))
+
+
+def plan_digest(plan: PrecisionPlan) -> str:
+    """SHA-256 over what changes a number: shapes, operands, groups and the model-wide choices.
+
+    The names of formats and the rules are left out: two recipes that decide alike have equal digests.
+    """
+    digest = hashlib.sha256(repr((plan.kv_cache, plan.lm_head_dtype, plan.alignment, plan.backend)).encode())
+    for e in plan.entries:
+        digest.update(repr((e.name, e.n, e.k, e.weight, e.input, e.dgrad, e.wgrad, e.group)).encode())
+    return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""The plan as text: modules that differ only in layer or expert number and are decided alike share one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minite.config.operands import OPERANDS
+from minite.config.plan import PlanEntry, PrecisionPlan
+
+
+@dataclass
+class _Line:
+    entry: PlanEntry  # any one of the modules
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def render(plan: PrecisionPlan) -> str:
+    """Header, one line per kind of decision, totals."""
+    lines = _collapse(plan.entries)
+    weights = sum(e.n * e.k for e in plan.entries)
+    macs = sum(_macs(e) for e in plan.entries)
+    rows = [("module", "count", "[N, K]", "format", "weight", "input", "dgrad", "wgrad", "weights", "FLOPs", "bytes/w")]
+    for line in lines:
+        e, count = line.entry, len(line.numbers)
+        rows.append(
+            (
+                _ranges(line),
+                str(count),
+                f"[{e.n}, {e.k}]",
+                e.format,
+                e.weight,
+                e.input,
+                e.dgrad,
+                e.wgrad,
+                f"{100 * count * e.n * e.k / weights:.2f}%",
+                f"{100 * count * _macs(e) / macs:.2f}%",
+                f"{OPERANDS[e.weight].bits / 8:g}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*_header(plan), "", *body, "", *_totals(plan, weights, macs)])
+
+
+def _header(plan: PrecisionPlan) -> list[str]:
+    return [
+        f"plan {plan.digest[:16]}  alignment {plan.alignment}  kv_cache {plan.kv_cache}  "
+        f"lm_head {plan.lm_head_dtype}  backend {plan.backend}"
+    ]
+
+
+def _totals(plan: PrecisionPlan, weights: int, macs: float) -> list[str]:
+    """FLOPs are those of one forward; a gradient GEMM in BF16 doubles twice what the forward does."""
+    quantized = [e for e in plan.entries if e.quantized]
+    size = sum(e.n * e.k * OPERANDS[e.weight].bits / 8 for e in plan.entries)
+    forward = sum(_macs(e) for e in quantized) / macs
+    return [
+        f"{len(plan.entries)} linears, {weights / 1e9:.3f} G weights, {size / 1e9:.3f} GB stored ({2 * weights / 1e9:.3f} GB in BF16)",
+        f"quantized: {100 * sum(e.n * e.k for e in quantized) / weights:.1f}% of linear weights, "
+        f"{100 * forward:.1f}% of forward GEMM FLOPs, {100 * forward / 3:.1f}% of forward + backward (gradients are BF16 GEMMs)",
+    ]
+
+
+def _macs(entry: PlanEntry) -> float:
+    """Multiply-adds per token of the forward."""
+    return entry.n * entry.k * entry.token_share
+
+
+def _collapse(entries: Sequence[PlanEntry]) -> list[_Line]:
+    lines: dict[tuple[object, ...], _Line] = {}
+    for e in entries:
+        segments = e.name.split(".")
+        numbers = tuple(int(s) for s in segments if s.isdigit())
+        shape = ".".join("*" if s.isdigit() else s for s in segments)
+        key = (shape, e.n, e.k, e.format, e.weight, e.input, e.dgrad, e.wgrad)
+        lines.setdefault(key, _Line(e)).numbers.append(numbers)
+    return list(lines.values())
+
+
+def _ranges(line: _Line) -> str:
+    """model.layers.[1-46].mlp.experts.[0-127].gate_proj; sets that are no full product of ranges never occur, since
+    each number is ranged on its own and the count column tells."""
+    axes = iter([_spans(sorted(set(axis))) for axis in zip(*line.numbers, strict=True)])
+    return ".".join(next(axes) if s.isdigit() else s for s in line.entry.name.split("."))
+
+
+def _spans(values: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "[0-2,5]"; one value -> the value."""
+    if len(values) == 1:
+        return str(values[0])
+    spans: list[list[int]] = []
+    for value in values:
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    return "[" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "]"

@@ -1,0 +1,125 @@
+"""YAML text -> a tree of values that remember where they were written.
+
+Scalars follow YAML 1.2, not the 1.1 of PyYAML's defaults: ``off`` and ``yes`` are words, ``1e-6`` is a float, ``010`` is
+ten and ``1:30`` is text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import yaml
+
+from minite.errors import UserError
+
+Scalar: TypeAlias = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Value:
+    """One node. ``source`` is "file:line" of its key (of the item itself in a list), or the override that set it."""
+
+    data: Scalar | tuple[Value, ...] | dict[str, Value]
+    source: str
+
+    def plain(self) -> object:
+        """The node as ordinary Python data, without sources."""
+        if isinstance(self.data, dict):
+            return {key: value.plain() for key, value in self.data.items()}
+        if isinstance(self.data, tuple):
+            return [value.plain() for value in self.data]
+        return self.data
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalar rules of YAML 1.2 (core schema), plus ``_`` between digits."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # own table, not the inherited one
+
+
+def _plain_scalar(tag: str, pattern: str, first: str) -> None:
+    """Read a plain scalar that fits the whole pattern as ``tag``; ``first``: the characters it may begin with."""
+    # PyYAML only tests a prefix, hence \Z
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), [*first] or [""])
+
+
+_plain_scalar("null", "", "")
+_plain_scalar("null", "~|null|Null|NULL", "~nN")
+_plain_scalar("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
+_plain_scalar("int", r"[-+]?[0-9][0-9_]*", "-+0123456789")
+_plain_scalar(
+    "float",
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+    "-+.0123456789",
+)
+
+
+def parse_yaml(text: str, file: str, source: str | None = None) -> Value:
+    """Parse one document; an empty one is an empty mapping.
+
+    ``source`` replaces "file:line" (overrides have no lines). Raises UserError for text that is not YAML, with line and
+    column, and for a key written twice.
+    """
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = source or (f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file)
+        hint = " (quote a pattern that starts with *)" if "alias" in f"{error.context} {error.problem}" else ""
+        raise UserError(f"{where}: not readable as YAML: {error.problem or error.context}{hint}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{source or file}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if node is None:
+        return Value({}, source or f"{file}:1")
+    return _convert(node, file, source)
+
+
+def _convert(node: yaml.Node, file: str, source: str | None, line: int | None = None) -> Value:
+    where = source or f"{file}:{(node.start_mark.line if line is None else line) + 1}"
+    if isinstance(node, yaml.SequenceNode):
+        return Value(tuple(_convert(item, file, source) for item in node.value), where)
+    if isinstance(node, yaml.MappingNode):
+        entries: dict[str, Value] = {}
+        for key_node, value_node in node.value:
+            key, key_line = str(key_node.value), key_node.start_mark.line
+            value = _convert(value_node, file, source, key_line)
+            if key in entries:
+                raise UserError(f"{value.source}: key '{key}' is written twice, first at {entries[key].source}")
+            entries[key] = value
+        return Value(entries, where)
+    return Value(_scalar(node, where), where)
+
+
+def _scalar(node: yaml.Node, where: str) -> Scalar:
+    text = str(node.value)
+    kind = node.tag.rpartition(":")[2]
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text.replace("_", ""))
+    if kind == "float":
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+    if kind == "str":
+        return text
+    raise UserError(f"{where}: YAML tag '{node.tag}' is not used in recipes; got '{text}', expected a plain value")
+
+
+def merge(base: Value, over: Value) -> Value:
+    """``over`` on top of ``base``: mappings merge key by key, everything else (lists too) replaces."""
+    if not (isinstance(base.data, dict) and isinstance(over.data, dict)):
+        return over
+    merged = dict(base.data)
+    for key, value in over.data.items():
+        merged[key] = merge(merged[key], value) if key in merged else value
+    return Value(merged, over.source)
+
+
+def nested(path: str, value: Value) -> Value:
+    """``a.b.c`` and a value -> the tree {a: {b: {c: value}}}."""
+    for key in reversed(path.split(".")):
+        value = Value({key: value}, value.source)
+    return value

@@ -1,0 +1,93 @@
+"""What all decoder-only families here share; a family adds its MLP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minite.models.weight_ops import Rename, SplitQKV, WeightMap, WeightOp
+
+if TYPE_CHECKING:  # at run time config imports models, not the reverse
+    from minite.config.schema import ModelConfig
+
+Linear = tuple[str, int, int]  # HF module path, rows N, columns K of its weight [N, K]
+
+
+class ModelFamily:
+    """Shapes and names of one architecture: Qwen3 attention (GQA, QK norm, RoPE) around the subclass's MLP."""
+
+    kind: str  # model.kind in a recipe
+    architecture: str  # in config.json: architectures[0]
+    model_type: str  # in config.json
+
+    def mlp_linears(self, cfg: ModelConfig, layer: int) -> list[Linear]:
+        """Linears of one layer's MLP (a router counts as one)."""
+        raise NotImplementedError
+
+    def mlp_ops(self, cfg: ModelConfig, layer: int) -> list[WeightOp]:
+        """Weight ops of one layer's MLP."""
+        raise NotImplementedError
+
+    def high_precision_role(self, name: str) -> str | None:
+        """Why this linear must stay BF16 or better ("lm_head" | "router"); None for one that may be quantized."""
+        return "lm_head" if name == "lm_head" else None
+
+    def token_share(self, cfg: ModelConfig, name: str) -> float:
+        """Fraction of tokens that pass through this linear."""
+        return 1.0
+
+    def linears(self, cfg: ModelConfig) -> list[Linear]:
+        """Every linear (name, n, k) in model order, unsharded, lm_head last (also when it shares the embedding)."""
+        hidden, head_dim = cfg.hidden_size, cfg.head_dim
+        q_rows, kv_rows = cfg.num_heads * head_dim, cfg.num_kv_heads * head_dim
+        result: list[Linear] = []
+        for layer in range(cfg.num_layers):
+            attn = f"model.layers.{layer}.self_attn"
+            result += [
+                (f"{attn}.q_proj", q_rows, hidden),
+                (f"{attn}.k_proj", kv_rows, hidden),
+                (f"{attn}.v_proj", kv_rows, hidden),
+                (f"{attn}.o_proj", hidden, q_rows),
+            ]
+            result += self.mlp_linears(cfg, layer)
+        return [*result, ("lm_head", cfg.vocab_size, hidden)]
+
+    def hf_tensors(self, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Every parameter of an HF checkpoint and its shape. Tied models store no lm_head.weight."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (cfg.vocab_size, cfg.hidden_size)}
+        for layer in range(cfg.num_layers):
+            prefix = f"model.layers.{layer}"
+            shapes[f"{prefix}.input_layernorm.weight"] = (cfg.hidden_size,)
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (cfg.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (cfg.head_dim,)
+            shapes[f"{prefix}.post_attention_layernorm.weight"] = (cfg.hidden_size,)
+        shapes["model.norm.weight"] = (cfg.hidden_size,)
+        for name, n, k in self.linears(cfg):
+            if name != "lm_head" or not cfg.tie_word_embeddings:
+                shapes[f"{name}.weight"] = (n, k)
+        return shapes
+
+    def megatron_ops(self, cfg: ModelConfig) -> WeightMap:
+        """megatron-core GPTModel parameters (local spec names, full tensors) <-> HF parameters."""
+        ops: list[WeightOp] = [Rename("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+        for layer in range(cfg.num_layers):
+            mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
+            q, k, v = (f"{hf}.self_attn.{x}_proj.weight" for x in "qkv")
+            ops += [
+                Rename(f"{mcore}.input_layernorm.weight", (f"{hf}.input_layernorm.weight",)),
+                SplitQKV(
+                    f"{mcore}.self_attention.linear_qkv.weight",
+                    (q, k, v),
+                    cfg.num_heads,
+                    cfg.num_kv_heads,
+                    cfg.head_dim,
+                ),
+                Rename(f"{mcore}.self_attention.q_layernorm.weight", (f"{hf}.self_attn.q_norm.weight",)),
+                Rename(f"{mcore}.self_attention.k_layernorm.weight", (f"{hf}.self_attn.k_norm.weight",)),
+                Rename(f"{mcore}.self_attention.linear_proj.weight", (f"{hf}.self_attn.o_proj.weight",)),
+                Rename(f"{mcore}.pre_mlp_layernorm.weight", (f"{hf}.post_attention_layernorm.weight",)),
+            ]
+            ops += self.mlp_ops(cfg, layer)
+        ops.append(Rename("decoder.final_layernorm.weight", ("model.norm.weight",)))
+        if not cfg.tie_word_embeddings:
+            ops.append(Rename("output_layer.weight", ("lm_head.weight",)))
+        return WeightMap(ops)
