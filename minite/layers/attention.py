@@ -1,0 +1,96 @@
+"""Causal attention with grouped KV heads: packed sequences (learner, prefill) and one token per sequence (decode).
+
+Softmax and both products are computed in FP32 (FP64 in strict mode) from the stored operands; the output is rounded
+once to the dtype of q. In strict mode decoding token by token therefore gives the packed result bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minite.layers.pointwise import work_dtype
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Sequences of similar length, laid out as a padded batch of ``rows`` x ``width`` slots."""
+
+    token_n: Tensor  # packed index of each token
+    slot_n: Tensor  # its slot, row * width + position
+    rows: int
+    width: int
+
+
+def _length_buckets(cu_seqlens: Tensor) -> list[_Bucket]:
+    """Buckets by power of two, so that at most half of the slots are padding, whatever the mix of lengths."""
+    starts_S, lengths_S = cu_seqlens[:-1], cu_seqlens.diff()
+    size_class_S = torch.log2(lengths_S.clamp(min=1).double()).ceil()
+    buckets = []
+    for size_class in sorted(set(size_class_S[lengths_S > 0].tolist())):
+        member_s = ((size_class_S == size_class) & (lengths_S > 0)).nonzero().squeeze(-1)
+        length_s = lengths_S[member_s]
+        width = int(length_s.max())
+        row_n = torch.repeat_interleave(torch.arange(len(member_s), device=cu_seqlens.device), length_s)
+        position_n = torch.arange(len(row_n), device=cu_seqlens.device) - (length_s.cumsum(0) - length_s)[row_n]
+        token_n = starts_S[member_s][row_n] + position_n
+        buckets.append(_Bucket(token_n, row_n * width + position_n, len(member_s), width))
+    return buckets
+
+
+def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float, strict: bool) -> Tensor:
+    """softmax(scale * q k^T) v within each packed sequence, causal. -> [T, H, D], the dtype of q. Differentiable.
+
+    q [T, H, D]; k and v [T, Hkv, D] with H a multiple of Hkv (query head h reads KV head h // (H / Hkv)).
+    ``cu_seqlens`` int64 [S + 1], first 0, last T, on the device of q; empty sequences are allowed.
+    """
+    work = work_dtype(strict)
+    buckets = _length_buckets(cu_seqlens.to(q_THD.device))
+    if not buckets:
+        return q_THD.clone()
+    outputs = []
+    for bucket in buckets:
+        # Padding is on the right and zero: the causal mask hides it from every real query. index_copy rather than a
+        # gather with repeated pad indices, because its gradient is free of atomic sums.
+        def padded(x_THD: Tensor, bucket: _Bucket = bucket) -> Tensor:
+            zeros = torch.zeros(bucket.rows * bucket.width, *x_THD.shape[1:], dtype=work, device=x_THD.device)
+            filled = zeros.index_copy(0, bucket.slot_n, x_THD[bucket.token_n].to(work))
+            return filled.view(bucket.rows, bucket.width, *x_THD.shape[1:]).transpose(1, 2)
+
+        out_SHLD = F.scaled_dot_product_attention(
+            padded(q_THD), padded(k_THD), padded(v_THD), is_causal=True, scale=scale, enable_gqa=True
+        )
+        outputs.append(out_SHLD.transpose(1, 2).flatten(0, 1)[bucket.slot_n].to(q_THD.dtype))
+    token_T = torch.cat([bucket.token_n for bucket in buckets])
+    return torch.zeros_like(q_THD).index_copy(0, token_T, torch.cat(outputs))
+
+
+def attention_decode(
+    q_BHD: Tensor, k_cache_BLHD: Tensor, v_cache_BLHD: Tensor, lengths_B: Tensor, scale: float, strict: bool
+) -> Tensor:
+    """Attention of one new token per sequence over its cached keys and values. -> [B, H, D], the dtype of q.
+
+    Caches [B, L, Hkv, D] in any dtype that upcasts exactly (BF16, FP32, or FP8 codes of kv.quantize_kv); the new
+    token's own key and value are already in. Only the first ``lengths_B[b]`` (>= 1) positions are read: what lies
+    beyond may be anything, NaN included. Cut L to the longest live sequence before the call: work is B * L.
+    """
+    work = work_dtype(strict)
+    batch, heads, head_dim = q_BHD.shape
+    kv_heads, length = k_cache_BLHD.shape[2], k_cache_BLHD.shape[1]
+    valid_BL = torch.arange(length, device=q_BHD.device) < lengths_B.to(q_BHD.device)[:, None]
+    q_BhGD = q_BHD.to(work).view(batch, kv_heads, heads // kv_heads, head_dim)
+    k_BhLD = k_cache_BLHD.to(work).transpose(1, 2)
+    v_BhLD = v_cache_BLHD.to(work).transpose(1, 2).masked_fill(~valid_BL[:, None, :, None], 0.0)  # 0 * NaN is NaN
+    score_BhGL = (q_BhGD @ k_BhLD.transpose(2, 3) * scale).masked_fill(~valid_BL[:, None, None, :], float("-inf"))
+    return (score_BhGL.softmax(dim=-1) @ v_BhLD).view(batch, heads, head_dim).to(q_BHD.dtype)
+
+
+def gather_pages(pages_PpHD: Tensor, table_Bn: Tensor) -> Tensor:
+    """A paged cache as ``attention_decode`` reads it.
+
+    Pages [P, p, Hkv, D], page table int64 [B, n] -> [B, n p, Hkv, D]. Unused entries of the table may be any valid page number.
+    """
+    return pages_PpHD[table_Bn].flatten(1, 2)

@@ -1,0 +1,60 @@
+"""Row-wise functions of a transformer block. Each upcasts, computes, and rounds once to the storage dtype.
+
+``strict`` means FP64 instead of FP32 work. Rounded to BF16 or FP32, FP64 results do not depend on the order in which
+a kernel sums: that is what makes a token's value independent of the tokens computed beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def work_dtype(strict: bool) -> torch.dtype:
+    """The dtype that sums and transcendental functions are computed in: float64 in strict mode, else float32."""
+    return torch.float64 if strict else torch.float32
+
+
+def rms_norm(x: Tensor, w_K: Tensor, eps: float, strict: bool) -> Tensor:
+    """w * x / sqrt(mean(x^2) + eps) over the last axis. x [..., K] -> same shape and dtype, rounded once.
+
+    Hugging Face's Qwen3 rounds x / rms to the storage dtype before it multiplies by w; here there is one rounding.
+    """
+    work = work_dtype(strict)
+    return F.rms_norm(x.to(work), (x.shape[-1],), w_K.to(work), eps).to(x.dtype)
+
+
+def rope_cos_sin(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position * theta^(-2i / head_dim), i < head_dim / 2. -> two float32 [T, head_dim / 2].
+
+    Angles are computed in float64 and the tables rounded once, so they hold the same bits for a position wherever
+    in a batch it stands, at any context length. (RoFormer, arXiv 2104.09864, eq. 15.)
+    """
+    half = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_T.device)
+    angle = positions_T.to(torch.float64)[:, None] * theta ** (-half / head_dim)
+    return angle.cos().float(), angle.sin().float()
+
+
+def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor, strict: bool) -> Tensor:
+    """Rotates channel i with channel i + D/2 (Hugging Face's layout of Qwen3). x [T, H, D] -> same shape and dtype."""
+    work = work_dtype(strict)
+    first, second = x_THD.to(work).chunk(2, dim=-1)
+    cos, sin = cos.to(work)[:, None, :], sin.to(work)[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THD.dtype)
+
+
+def swiglu(gate_up: Tensor, strict: bool) -> Tensor:
+    """silu(gate) * up, where gate is the first half of the last axis. [..., 2I] -> [..., I], rounded once."""
+    gate, up = gate_up.to(work_dtype(strict)).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def wide_linear(x_MK: Tensor, w_NK: Tensor, strict: bool) -> Tensor:
+    """x @ w.T, operands as they are, the result NOT rounded: float32 [M, N], float64 in strict mode.
+
+    For the router and the LM head, whose outputs decide ranks and log-probs. A plan whose ``lm_head_dtype`` is bf16
+    rounds the result afterwards.
+    """
+    work = work_dtype(strict)
+    return x_MK.to(work) @ w_NK.to(work).T
