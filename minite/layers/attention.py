@@ -91,6 +91,7 @@ def attention_decode(
 def gather_pages(pages_PpHD: Tensor, table_Bn: Tensor) -> Tensor:
     """A paged cache as ``attention_decode`` reads it.
 
-    Pages [P, p, Hkv, D], page table int64 [B, n] -> [B, n p, Hkv, D]. Unused entries of the table may be any valid page number.
+    Pages [P, p, Hkv, D], page table int64 [B, n] -> [B, n p, Hkv, D]. Unused entries of the
+    table may be any valid page number.
     """
     return pages_PpHD[table_Bn].flatten(1, 2)
