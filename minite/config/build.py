@@ -15,7 +15,7 @@ from minite.errors import UserError
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """", nearest is 'x'" or, when nothing is near, the known names; for the end of an error message."""
+    """The end of an error message: the most similar known name or, when none is similar, all of them."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if close:
@@ -90,15 +90,15 @@ def _type_name(hint: Any) -> str:
 
 def _wrong_type(path: str, value: Value, expected: str) -> UserError:
     got = value.plain()
-    kind = {dict: "a section", list: "a list"}.get(type(got), type(got).__name__)
+    kinds: dict[type, str] = {dict: "a section", list: "a list", type(None): "empty"}
+    kind = kinds.get(type(got), type(got).__name__)
     return UserError(f"{value.source}: '{path}' is {kind} {got!r}, expected {expected}")
 
 
 def _nearest_key(key: str, path: str, known: Iterable[str]) -> str:
     """Where the key lives if another section has it, else the most similar key of this one."""
     if not path or "." not in path:
-        hints = typing.get_type_hints(RunConfig)
-        for section, cls in hints.items():
+        for section, cls in typing.get_type_hints(RunConfig).items():
             if dataclasses.is_dataclass(cls) and key in {f.name for f in dataclasses.fields(cls)}:
                 return f"it belongs to section '{section}': {section}.{key}"
     return nearest(key, known)

@@ -39,7 +39,8 @@ BOUNDS: tuple[_Bound, ...] = (
         "model.max_seq_len learner.tensor_parallel learner.expert_parallel learner.pipeline_parallel "
         "learner.data_parallel learner.tokens_per_microbatch sampler.count sampler.max_batch sampler.kv_tokens "
         "sampler.max_new_tokens algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
-        "driver.steps driver.num_cpus driver.checkpoint_every driver.checkpoints_kept driver.eval_every data.max_operand",
+        "driver.steps driver.num_cpus driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
+        "data.max_operand",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
     (
@@ -158,7 +159,7 @@ def check_parallel(config: RunConfig) -> None:
         raise _fail(config, "learner.expert_parallel", f"does not divide num_experts {m.num_experts}")
     dp = config.learner.data_parallel
     if dp > 1 and dp % ep:
-        raise _fail(config, "learner.expert_parallel", f"does not divide data_parallel {dp}, whose ranks share the experts")
+        raise _fail(config, "learner.expert_parallel", f"does not divide data_parallel {dp}")
     if config.learner.pipeline_parallel > 1:
         raise _fail(config, "learner.pipeline_parallel", "pipeline parallelism is not supported; expected 1")
 
@@ -170,23 +171,24 @@ def check_batch(config: RunConfig) -> None:
         raise _fail(
             config,
             "algo.minibatches",
-            f"a minibatch would hold {responses / a.minibatches:.1f} responses, which group_size {a.group_size} does not "
-            f"divide; expected a divisor of prompts_per_step {a.prompts_per_step}",
+            f"a minibatch would hold {responses / a.minibatches:.1f} responses, which group_size {a.group_size} does "
+            f"not divide; expected a divisor of algo.prompts_per_step {a.prompts_per_step}",
         )
     ranks = config.learner.data_ranks
     if (responses // a.minibatches) % ranks:
         raise _fail(
             config,
             "algo.prompts_per_step",
-            f"a minibatch holds {responses // a.minibatches} responses, which {ranks} data-parallel ranks do not divide; "
-            "change prompts_per_step, minibatches or learner.data_parallel",
+            f"a minibatch holds {responses // a.minibatches} responses, which {ranks} data-parallel ranks do not "
+            "divide; change prompts_per_step, algo.minibatches or learner.data_parallel",
         )
 
 
 def check_lengths(config: RunConfig) -> None:
     s, limit = config.sampler, config.model.max_seq_len
     if s.max_new_tokens >= limit:
-        raise _fail(config, "sampler.max_new_tokens", f"leaves no room for a prompt in model.max_seq_len {limit}; lower it")
+        limit_text = f"model.max_seq_len {limit} ({config.where('model.max_seq_len')})"
+        raise _fail(config, "sampler.max_new_tokens", f"leaves no room for a prompt in {limit_text}; lower it")
     if s.kv_tokens <= s.max_new_tokens:
         raise _fail(
             config,
@@ -207,7 +209,8 @@ def check_schedule(config: RunConfig) -> None:
 def check_correction(config: RunConfig) -> None:
     c = config.correction
     if not 0 < c.ratio_low <= 1 <= c.ratio_high:
-        raise _fail(config, "correction.ratio_low", f"expected 0 < ratio_low <= 1 <= ratio_high, got high {c.ratio_high}")
+        bounds = f"0 < ratio_low <= 1 <= ratio_high, with ratio_high {c.ratio_high}"
+        raise _fail(config, "correction.ratio_low", f"expected {bounds}")
     if isinstance(c.calm, str) and c.calm != "auto":
         raise _fail(config, "correction.calm", "expected a number [nats] or auto")
     if isinstance(c.calm, float) and c.calm < 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from minite.config.schema import RunConfig
 from minite.config.yaml_tree import Value, merge, nested, parse_yaml
 from minite.errors import UserError
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"  # those that ship with the source tree
+# The recipes that ship with miniTE: in a source tree, and where setup.py installs them.
+SHIPPED = (Path(__file__).resolve().parents[2] / "recipes", Path(sys.prefix) / "share" / "minite" / "recipes")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -82,11 +84,11 @@ def _extends(tree: Value) -> list[tuple[str, str]]:
 def _find(name: str, path: Path, source: str) -> Path:
     """The file that ``extends`` means: beside the recipe, in the recipes folder above it, in the shipped recipes."""
     above = [parent for parent in path.resolve().parents if parent.name == "recipes"]
-    folders = [path.parent, *above[:1], RECIPES]
+    folders = [path.parent, *above[:1], *SHIPPED]
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    known = [str(p.relative_to(folder)) for folder in folders for p in sorted(folder.rglob("*.yaml"))]
+    known = [str(p.relative_to(folder)) for folder in folders[1:] for p in sorted(folder.rglob("*.yaml"))]
     raise UserError(f"{source}: 'extends' names '{name}', which does not exist; {nearest(name, dict.fromkeys(known))}")
 
 
@@ -94,9 +96,8 @@ def _read(path: Path) -> str:
     if not path.is_file():
         what = "a directory, expected a recipe file" if path.is_dir() else "no such recipe"
         folder = path if path.is_dir() else path.parent
-        known = [p.name for p in sorted(folder.glob("*.yaml"))] if folder.is_dir() else []
-        if not known:
-            folder, known = RECIPES, [p.name for p in sorted(RECIPES.glob("*.yaml"))]
+        folder = next(f for f in (folder, *SHIPPED) if f is SHIPPED[-1] or any(f.glob("*.yaml")))
+        known = [p.name for p in sorted(folder.glob("*.yaml"))]
         raise UserError(f"{path}: {what}; in {_shown(folder)}: {nearest(path.name, known)}")
     try:
         return path.read_text(encoding="utf-8")

@@ -21,20 +21,21 @@ class OperandFormat:
     about: str
 
 
-def _row(name: str, module: str | None, bits: float, k: int, rows: int, roles: str, about: str) -> OperandFormat:
-    return OperandFormat(name, module, bits, k, rows, frozenset(roles.split()), about)
-
+_NVFP4, _MXFP8 = "minite.formats.nvfp4", "minite.formats.mxfp8"
+_WEIGHT, _INPUT = frozenset({"weight"}), frozenset({"input"})
+_GROUP_SCALE = "one outer scale per fusion group (per expert)"
 
 OPERANDS: dict[str, OperandFormat] = {
     f.name: f
     for f in (
-        _row("bf16", None, 16, 1, 1, "weight input", "not quantized"),
-        _row("nvfp4_1d", "minite.formats.nvfp4", 4.5, 16, 1, "weight", "E2M1, 1x16 blocks, one outer scale per fusion group (per expert)"),
-        _row("nvfp4_2d", "minite.formats.nvfp4", 4.5, 16, 16, "weight", "E2M1, 16x16 blocks, one outer scale per fusion group (per expert)"),
-        _row("nvfp4_row", "minite.formats.nvfp4", 4.5, 16, 1, "input", "E2M1, 1x16 blocks, one outer scale per token"),
-        _row("nvfp4_tensor", "minite.formats.nvfp4", 4.5, 16, 1, "input", "E2M1, 1x16 blocks, one outer scale for all tokens together"),
-        _row("mxfp8", "minite.formats.mxfp8", 8.25, 32, 1, "weight input", "E4M3, 1x32 blocks with E8M0 scales"),
+        OperandFormat("bf16", None, 16, 1, 1, _WEIGHT | _INPUT, "not quantized"),
+        OperandFormat("nvfp4_1d", _NVFP4, 4.5, 16, 1, _WEIGHT, f"E2M1, 1x16 blocks, {_GROUP_SCALE}"),
+        OperandFormat("nvfp4_2d", _NVFP4, 4.5, 16, 16, _WEIGHT, f"E2M1, 16x16 blocks, {_GROUP_SCALE}"),
+        OperandFormat("nvfp4_row", _NVFP4, 4.5, 16, 1, _INPUT, "E2M1, 1x16 blocks, one outer scale per token"),
+        OperandFormat("nvfp4_tensor", _NVFP4, 4.5, 16, 1, _INPUT, "E2M1, 1x16 blocks, one outer scale for all tokens"),
+        OperandFormat("mxfp8", _MXFP8, 8.25, 32, 1, _WEIGHT | _INPUT, "E4M3, 1x32 blocks with E8M0 scales"),
     )
 }
 
-GRADIENT_CHOICES = ("bf16", "dequantized")  # operand of dgrad (weight) and wgrad (input): original, or as the forward saw it
+# Operand of dgrad (the weight) and of wgrad (the input): the original, or what the forward used.
+GRADIENT_CHOICES = ("bf16", "dequantized")

@@ -51,15 +51,23 @@ def _header(plan: PrecisionPlan) -> list[str]:
 
 
 def _totals(plan: PrecisionPlan, weights: int, macs: float) -> list[str]:
-    """FLOPs are those of one forward; a gradient GEMM in BF16 doubles twice what the forward does."""
+    """The backward is two BF16 GEMMs of the forward's size, so it never adds to the quantized share."""
     quantized = [e for e in plan.entries if e.quantized]
     size = sum(e.n * e.k * OPERANDS[e.weight].bits / 8 for e in plan.entries)
     forward = sum(_macs(e) for e in quantized) / macs
     return [
-        f"{len(plan.entries)} linears, {weights / 1e9:.3f} G weights, {size / 1e9:.3f} GB stored ({2 * weights / 1e9:.3f} GB in BF16)",
-        f"quantized: {100 * sum(e.n * e.k for e in quantized) / weights:.1f}% of linear weights, "
-        f"{100 * forward:.1f}% of forward GEMM FLOPs, {100 * forward / 3:.1f}% of forward + backward (gradients are BF16 GEMMs)",
+        f"{len(plan)} linears, {_count(weights)} weights: {_count(size)}B stored, {_count(2 * weights)}B as BF16",
+        f"quantized: {100 * sum(e.n * e.k for e in quantized) / weights:.1f}% of the weights, "
+        f"{100 * forward:.1f}% of the GEMM FLOPs of a forward, {100 * forward / 3:.1f}% of those of forward + backward",
     ]
+
+
+def _count(number: float) -> str:
+    """1234567 -> "1.23 M"."""
+    for unit, scale in (("G", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return f"{number / 1e3:.2f} k"
 
 
 def _macs(entry: PlanEntry) -> float:
@@ -79,8 +87,8 @@ def _collapse(entries: Sequence[PlanEntry]) -> list[_Line]:
 
 
 def _ranges(line: _Line) -> str:
-    """model.layers.[1-46].mlp.experts.[0-127].gate_proj; sets that are no full product of ranges never occur, since
-    each number is ranged on its own and the count column tells."""
+    """model.layers.[1-46].mlp.experts.[0-127].gate_proj. Each number is ranged on its own; the count column tells when
+    rules that name single experts leave holes."""
     axes = iter([_spans(sorted(set(axis))) for axis in zip(*line.numbers, strict=True)])
     return ".".join(next(axes) if s.isdigit() else s for s in line.entry.name.split("."))
 

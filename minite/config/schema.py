@@ -203,10 +203,8 @@ class RunConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     driver: DriverConfig = field(default_factory=DriverConfig)
     # Where each setting was written: dotted path -> "file:line". Kept by load.py for error messages; not a setting.
-    sources: dict[str, str] = field(
-        default_factory=dict, compare=False, repr=False, metadata={"internal": True}
-    )
+    sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False, metadata={"internal": True})
 
     def where(self, path: str) -> str:
         """Where the setting at ``path`` was written, for the start of an error message."""
-        return self.sources.get(path, f"{path} (default)")
+        return self.sources.get(path, "default")

@@ -1,7 +1,7 @@
 """YAML text -> a tree of values that remember where they were written.
 
-Scalars follow YAML 1.2, not the 1.1 of PyYAML's defaults: ``off`` and ``yes`` are words, ``1e-6`` is a float, ``010`` is
-ten and ``1:30`` is text.
+Scalars follow YAML 1.2, not the 1.1 of PyYAML's defaults: ``off`` and ``yes`` are words, ``1e-6`` is a float, ``010``
+is ten and ``1:30`` is text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model families: shapes and weight names. A new model is one file and one line here. Imports no torch. See README.md."""
+"""Model families: shapes and weight names. A new model is one file and one line here. Imports no torch."""
 
 from minite.errors import UserError
 from minite.models.family import ModelFamily

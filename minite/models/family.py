@@ -31,6 +31,10 @@ class ModelFamily:
         """Why this linear must stay BF16 or better ("lm_head" | "router"); None for one that may be quantized."""
         return "lm_head" if name == "lm_head" else None
 
+    def row_parallel(self, name: str) -> bool:
+        """Whether tensor parallelism splits this linear's K (and adds up the results) rather than its N."""
+        return name.endswith((".o_proj", ".down_proj"))
+
     def token_share(self, cfg: ModelConfig, name: str) -> float:
         """Fraction of tokens that pass through this linear."""
         return 1.0

@@ -57,14 +57,15 @@ class SplitQKV:
     head_dim: int
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        groups, q_per_group, d = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
-        grouped = tensor.reshape(groups, q_per_group + 2, d, tensor.shape[-1])
+        groups, q_per_group = self.num_kv_heads, self.num_heads // self.num_kv_heads
+        grouped = tensor.reshape(groups, q_per_group + 2, self.head_dim, tensor.shape[-1])
         parts = (grouped[:, :q_per_group], grouped[:, q_per_group], grouped[:, q_per_group + 1])
         return tuple(part.reshape(-1, tensor.shape[-1]).contiguous() for part in parts)
 
     def join(self, parts: tuple[Tensor, ...]) -> Tensor:
         q, k, v = parts
-        groups, q_per_group, d, hidden = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim, q.shape[-1]
+        groups, q_per_group = self.num_kv_heads, self.num_heads // self.num_kv_heads
+        d, hidden = self.head_dim, q.shape[-1]
         grouped = q.new_empty((groups, q_per_group + 2, d, hidden))
         grouped[:, :q_per_group] = q.reshape(groups, q_per_group, d, hidden)
         grouped[:, q_per_group] = k.reshape(groups, d, hidden)

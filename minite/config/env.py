@@ -1,0 +1,87 @@
+"""The only reader and writer of environment variables.
+
+miniTE itself reads one: MINITE_CACHE_DIR. What third parties need for the numerics of a plan is derived from the plan
+here, so that no variable set by hand can change numbers behind it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from minite.config.plan import PlanEntry, PrecisionPlan
+from minite.errors import UserError
+
+
+def cache_dir() -> Path:
+    """Where things that can be made again are kept: MINITE_CACHE_DIR, else the user's cache directory."""
+    own = os.environ.get("MINITE_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minite"
+
+
+def third_party_env(plan: PrecisionPlan) -> dict[str, str]:
+    """Variables under which Transformer Engine, FlashInfer and SGLang compute NVFP4 as the plan says.
+
+    Empty when nothing is NVFP4. Both Transformer Engine and FlashInfer read theirs at import, and for a whole process.
+    Raises UserError when the plan mixes choices that they can only make once.
+    """
+    nvfp4 = [e for e in plan.entries if e.weight.startswith("nvfp4") or e.input.startswith("nvfp4")]
+    if not nvfp4:
+        return {}
+    env = {
+        "NVTE_USE_FAST_MATH": "0",  # fast math scales in BF16 and flips 0.35 % of the codes
+        "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH": "1",  # approximate reciprocals; two names for two code paths
+        "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH": "1",
+        "NVTE_NVFP4_DISABLE_RHT": "1",  # no plan asks for either yet
+        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
+        "NVTE_BACKWARD_OVERRIDE": _one_choice("backward", nvfp4, _backward),
+    }
+    weights = [e for e in nvfp4 if e.weight.startswith("nvfp4")]
+    if weights:
+        blocks = _one_choice("weight", weights, lambda e: e.weight)
+        env["NVTE_NVFP4_DISABLE_2D_QUANTIZATION"] = "0" if blocks == "nvfp4_2d" else "1"
+    inputs = [e for e in nvfp4 if e.input.startswith("nvfp4")]
+    if inputs:
+        by_row = "1" if _one_choice("input", inputs, lambda e: e.input) == "nvfp4_row" else "0"
+        env["NVTE_NVFP4_ROW_SCALED_ACTIVATION"] = by_row
+        env["SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION"] = by_row
+    return env
+
+
+def apply_third_party_env(plan: PrecisionPlan) -> dict[str, str]:
+    """Set third_party_env(plan) in this process, before the third parties are imported; returns what was set.
+
+    Raises UserError when a variable is already set to something else: it would have changed numbers behind the plan.
+    """
+    wanted = third_party_env(plan)
+    for name, value in wanted.items():
+        if os.environ.get(name, value) != value:
+            raise UserError(
+                f"environment: {name} is {os.environ[name]!r}, but the precision plan needs {value!r}; unset it"
+            )
+    os.environ.update(wanted)
+    return wanted
+
+
+def _backward(entry: PlanEntry) -> str:
+    if entry.dgrad != entry.wgrad:
+        raise UserError(
+            f"{entry.rule}: Transformer Engine makes one backward choice per process, but format '{entry.format}' has "
+            f"dgrad {entry.dgrad} and wgrad {entry.wgrad}; use one"
+        )
+    return "high_precision" if entry.dgrad == "bf16" else "dequantized"
+
+
+def _one_choice(what: str, entries: list[PlanEntry], choice: Callable[[PlanEntry], str]) -> str:
+    """The choice that all entries share."""
+    first = entries[0]
+    for entry in entries:
+        if choice(entry) != choice(first):
+            raise UserError(
+                f"{entry.rule}: Transformer Engine makes one {what} choice per process, but '{entry.name}' asks for "
+                f"{choice(entry)} and '{first.name}' for {choice(first)}; use one"
+            )
+    return choice(first)

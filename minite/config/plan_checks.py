@@ -1,0 +1,121 @@
+"""Whether what the rules decided can be computed. One function per concern; all raise UserError naming the place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from minite.config.build import nearest
+from minite.config.operands import OPERANDS
+from minite.config.plan import PrecisionPlan
+from minite.config.rules import numberless
+from minite.config.schema import RunConfig
+from minite.errors import UserError
+from minite.models import ModelFamily
+
+
+def check_formats(config: RunConfig) -> None:
+    """Every format uses known operands in roles that they can play; "bf16" is not redefined."""
+    for name, fmt in config.precision.formats.items():
+        path = f"precision.formats.{name}"
+        if name == "bf16":
+            raise UserError(f"{config.where(path)}: format 'bf16' always exists and cannot be redefined; rename it")
+        for role in ("weight", "input"):
+            operand, where = getattr(fmt, role), config.where(f"{path}.{role}")
+            usable = [o.name for o in OPERANDS.values() if role in o.roles]
+            if operand not in OPERANDS:
+                raise UserError(f"{where}: {path}.{role} is an unknown operand '{operand}'; {nearest(operand, usable)}")
+            if operand not in usable:
+                raise UserError(
+                    f"{where}: {path}.{role}: operand '{operand}' ({OPERANDS[operand].about}) cannot be an operand of "
+                    f"that role; expected one of {', '.join(usable)}"
+                )
+        for gradient, role in (("dgrad", "weight"), ("wgrad", "input")):
+            if getattr(fmt, gradient) == "dequantized" and getattr(fmt, role) == "bf16":
+                where = config.where(f"{path}.{gradient}")
+                raise UserError(
+                    f"{where}: {path}.{gradient} is dequantized, but its {role} is bf16, which is never quantized; "
+                    f"remove {gradient}"
+                )
+
+
+def check_fused(config: RunConfig, family: ModelFamily, groups: dict[str, str]) -> None:
+    """The learner holds some modules in one weight (q, k, v); those share one outer scale, so one fusion group."""
+    one_layer = dataclasses.replace(config.model, num_layers=1)  # groups are alike in every layer
+    for op in family.megatron_ops(one_layer):
+        names = [name.removesuffix(".weight") for name in op.hf]
+        if len(names) > 1 and (groups.get(names[0]) is None or len({groups.get(name) for name in names}) > 1):
+            leaves = [name.rpartition(".")[2] for name in names]
+            raise UserError(
+                f"{config.where('precision.fused')}: precision.fused has no entry for {leaves}, which the learner "
+                f"holds in one weight; add [{', '.join(leaves)}]"
+            )
+
+
+def check_high_precision(plan: PrecisionPlan, family: ModelFamily) -> None:
+    """Router and lm_head decide experts and tokens directly; they are never quantized."""
+    for entry in plan.entries:
+        role = family.high_precision_role(entry.name)
+        if role and entry.quantized:
+            raise UserError(
+                f"{entry.rule} gives format '{entry.format}' to the {role} '{entry.name}', which is never quantized; "
+                f'put {{match: "{numberless(entry.name)}", use: bf16}} above it'
+            )
+
+
+def check_shapes(config: RunConfig, plan: PrecisionPlan, family: ModelFamily) -> None:
+    """K and N divide by the blocks of each operand, in every tensor-parallel shard."""
+    tp = config.learner.tensor_parallel
+    checked: set[tuple[object, ...]] = set()  # 18,000 experts have few shapes
+    for entry in plan.entries:
+        n_shards, k_shards = (1, tp) if family.row_parallel(entry.name) else (tp, 1)
+        key = (entry.n, entry.k, entry.weight, entry.input, n_shards, k_shards)
+        if key in checked:
+            continue
+        checked.add(key)
+        weight, given = OPERANDS[entry.weight], OPERANDS[entry.input]
+        for axis, size, shards, operand, multiple in (
+            ("K", entry.k, k_shards, weight, weight.k_multiple),
+            ("K", entry.k, k_shards, given, given.k_multiple),
+            ("N", entry.n, n_shards, weight, weight.rows_multiple),
+        ):
+            if multiple > 1 and size % (multiple * shards):
+                split = f" over {shards} tensor-parallel ranks" if shards > 1 else ""
+                raise UserError(
+                    f"{entry.rule}: module '{entry.name}' has {axis} = {size}{split}, but operand '{operand.name}' "
+                    f"needs a multiple of {multiple} on each rank; use another format for it"
+                )
+
+
+def check_groups(plan: PrecisionPlan) -> None:
+    """A fusion group is one GEMM with one outer scale, so its members are decided alike."""
+    for entry in plan.entries:
+        first = plan.group_members(entry.group)[0] if entry.group else entry
+        if entry.format != first.format:
+            raise UserError(
+                f"{entry.rule} makes fusion group '{entry.group}' mixed: '{entry.name}' has format '{entry.format}', "
+                f"but '{first.name}' has '{first.format}' by {first.rule}; give the members one format"
+            )
+
+
+def check_alignment(config: RunConfig, plan: PrecisionPlan) -> None:
+    """aligned and strict promise the same numbers on both sides; choices that break the promise are refused."""
+    if plan.alignment == "off":
+        return
+    head = f"{config.where('precision.alignment')}: precision.alignment is {plan.alignment}, but"
+    tensor_wide = next((entry for entry in plan.entries if entry.input == "nvfp4_tensor"), None)
+    if tensor_wide:
+        place = config.where(f"precision.formats.{tensor_wide.format}.input")
+        raise UserError(
+            f"{head} format '{tensor_wide.format}' ({place}) has a tensor-wide input scale, which makes a token's "
+            "codes depend on the tokens beside it; use input: nvfp4_row or alignment: off"
+        )
+    for path, aligned, why in (
+        ("precision.kv_cache", "bf16", "only the sampler has a KV cache, so the learner cannot follow"),
+        ("precision.lm_head_dtype", "fp32", "rounded logits differ between engines"),
+    ):
+        name = path.removeprefix("precision.")
+        if getattr(plan, name) != aligned:
+            raise UserError(
+                f"{head} {path} is {getattr(plan, name)} ({config.where(path)}): {why}; "
+                f"use {name}: {aligned} or alignment: off"
+            )
