@@ -1,0 +1,215 @@
+"""The built-in engine: continuous batching over one model, verified weights, nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minite.backends.registry import get_backend
+from minite.config.plan import PrecisionPlan
+from minite.config.schema import RunConfig
+from minite.errors import UserError
+from minite.sampler.embedded.kv_cache import Decode, KVCache, Prefill
+from minite.sampler.embedded.model import Model
+from minite.sampler.embedded.sampling import BatchParams, request_seed, sample, uniform
+from minite.sampler.embedded.scheduler import Scheduler, Sequence
+from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sync.errors import SyncError
+from minite.sync.transport import MANIFEST, from_wire, read_manifest
+from minite.types import WeightVersion
+
+PREFILL_TOKENS = 16_384  # prompts prefilled together [tokens]: bounds activations, large enough to fill a GPU
+
+
+class EmbeddedEngine:
+    """See ``minite.sampler.engine.Engine``, which it implements.
+
+    ``generate`` runs in the caller's thread; ``abort`` may come from another one, or from ``progress``, which is
+    called with the statistics after every step.
+    """
+
+    def __init__(
+        self,
+        run_config: RunConfig,
+        plan: PrecisionPlan,
+        device: torch.device | str,
+        progress: Callable[[EngineStats], None] | None = None,
+    ) -> None:
+        self.config, self.plan, self.device, self.progress = run_config, plan, torch.device(device), progress
+        model, sampler = run_config.model, run_config.sampler
+        strict = plan.alignment == "strict"
+        backend = get_backend(plan.backend, device=self.device, strict=strict)
+        self.model = Model(plan, model, backend, self.device)
+        self.cache = KVCache(model, plan.kv_cache, sampler.kv_tokens, self.model.dtype, self.device)
+        self.scheduler = Scheduler(sampler, model, PREFILL_TOKENS)
+        self.scale = model.head_dim**-0.5
+        self._stats = EngineStats(kv_tokens_total=sampler.kv_tokens)
+        self._version: WeightVersion | None = None  # of the weights that may be used
+        self._incoming: WeightVersion | None = None  # of the update under way
+        self._manifest: dict[str, str] | None = None
+        self._refusal = "no weights were loaded yet"
+        self._abort: set[str] = set()
+        self._abort_lock = threading.Lock()
+        self._generating = threading.Lock()
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """Run the requests to their end; completions in request order. UserError for a request that cannot be run."""
+        if self._version is None:
+            raise SyncError(f"refusing to generate: {self._refusal}")
+        if not self._generating.acquire(blocking=False):
+            raise UserError("generate is already running; hand all requests to one call, or wait for it")
+        try:
+            self.scheduler.add([Sequence(r, self._seed(r)) for r in requests])
+            self._stats.requests += len(requests)
+            done: dict[str, Completion] = {}
+            while self.scheduler.busy:
+                for sequence in self._step():
+                    done[sequence.request.request_id] = self._complete(sequence)
+                if self.progress is not None:
+                    self.progress(self.stats())
+            return [done[r.request_id] for r in requests]
+        finally:
+            self.scheduler.abort(self.scheduler.live_ids())  # none, unless a step or progress raised
+            self._generating.release()
+
+    @torch.inference_mode()
+    def _step(self) -> list[Sequence]:
+        """One prefill of new requests or one decode of all running ones. Returns the requests that ended."""
+        ended = self._apply_aborts()
+        admitted = self.scheduler.admit()
+        batch = admitted or self.scheduler.running
+        if batch:
+            logits_BV = self._prefill(batch) if admitted else self._decode(batch)
+            self._sample(batch, logits_BV)
+        return ended + self.scheduler.retire()
+
+    def _prefill(self, batch: list[Sequence]) -> Tensor:
+        """Prompts, packed end to end. Logits after the last token of each: [B, V]."""
+        length_B = self._tensor([s.prompt_len for s in batch])
+        cu_seqlens = torch.nn.functional.pad(length_B.cumsum(0), (1, 0))
+        token_T = self._tensor([t for s in batch for t in s.request.prompt_tokens])
+        position_T = torch.arange(len(token_T), device=self.device) - cu_seqlens[:-1].repeat_interleave(length_B)
+        slot_T = self._tensor([s.start for s in batch]).repeat_interleave(length_B) + position_T
+        attend = Prefill(self.cache, slot_T, cu_seqlens, self.scale, self.model.strict)
+        logits_BV, expert_TLk = self.model.forward(token_T, position_T, attend, cu_seqlens[1:] - 1)
+        if self.cache.experts is not None:
+            self.cache.experts[slot_T] = expert_TLk
+        self._stats.prefill_tokens += len(token_T)
+        return logits_BV
+
+    def _decode(self, batch: list[Sequence]) -> Tensor:
+        """One token more for each. Logits after it: [B, V]."""
+        lengths = [s.length for s in batch]
+        length_B, start_B = self._tensor(lengths), self._tensor([s.start for s in batch])
+        attend = Decode(self.cache, start_B, length_B, max(lengths), self.scale, self.model.strict)
+        token_B = self._tensor([s.tokens[-1] for s in batch])
+        logits_BV, expert_BLk = self.model.forward(token_B, length_B - 1, attend, None)
+        if self.cache.experts is not None:
+            self.cache.experts[attend.slot_B] = expert_BLk
+        self._stats.decode_steps += 1
+        return logits_BV
+
+    def _sample(self, batch: list[Sequence], logits_BV: Tensor) -> None:
+        """Draw the next token of every sequence and append it."""
+        params = BatchParams.of([s.request.params for s in batch], logits_BV.shape[1], self.device)
+        seed_B = np.array([s.seed for s in batch], dtype=np.uint64)
+        position_B = np.array([s.length for s in batch], dtype=np.uint64)
+        uniform_B = torch.from_numpy(uniform(seed_B, position_B)).to(self.device)
+        token_B, logprob_B = sample(logits_BV, params, uniform_B, self.model.strict)
+        for sequence, token, logprob in zip(batch, token_B.tolist(), logprob_B.tolist(), strict=True):
+            sequence.append(token, logprob)
+        self._stats.generated_tokens += len(batch)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        """End live requests at the next step, keeping what they have generated. Returns how many were live."""
+        live = self.scheduler.live_ids()
+        chosen = live if request_ids is None else live & set(request_ids)
+        with self._abort_lock:
+            self._abort |= chosen
+        return len(chosen)
+
+    def _apply_aborts(self) -> list[Sequence]:
+        with self._abort_lock:
+            ids, self._abort = self._abort, set()
+        ended = self.scheduler.abort(ids) if ids else []
+        self._stats.aborted += len(ended)
+        return ended
+
+    def _complete(self, sequence: Sequence) -> Completion:
+        assert sequence.finish_reason is not None and self._version is not None
+        experts = None
+        if self.cache.experts is not None and sequence.start >= 0:
+            experts = self.cache.experts[sequence.start : sequence.start + sequence.length - 1].cpu().clone()
+        request = sequence.request
+        return Completion(
+            request.request_id, request.prompt_tokens, sequence.tokens, sequence.logprobs, sequence.finish_reason,
+            self._version, experts,
+        )  # fmt: skip
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def begin_update(self, version: WeightVersion) -> None:
+        """Start loading new weights; the old ones are gone from here on. SyncError while requests are live."""
+        live = self.scheduler.live_ids()
+        if live:
+            raise SyncError(f"cannot update weights while {len(live)} requests are live; abort() them or let generate() return")
+        self._version, self._incoming, self._manifest = None, None, None
+        if version.plan_digest != self.plan.digest:
+            self._refusal = (
+                f"the weights of step {version.step} were made under another precision plan: "
+                f"theirs {version.plan_digest}, this engine's {self.plan.digest}; start both from one recipe"
+            )
+            raise SyncError(self._refusal)
+        self._incoming = version
+        self._refusal = f"the update to the weights of step {version.step} (digest {version.weight_digest}) did not finish"
+        self.model.weights.loaded.clear()
+
+    def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors of one bucket, on the wire or plain. SyncError names one that does not belong."""
+        if self._incoming is None:
+            raise SyncError("load_bucket without begin_update; announce the version first")
+        named = from_wire(tensors)
+        manifest = named.pop(MANIFEST, None)
+        if manifest is not None:
+            self._manifest = read_manifest(manifest)
+        self.model.weights.load(named)
+
+    def finish_update(self) -> str:
+        """Verify what is held and make it usable. Returns its digest; SyncError when it is not the announced one."""
+        if self._incoming is None:
+            raise SyncError("finish_update without begin_update; announce the version first")
+        version, self._incoming = self._incoming, None
+        try:
+            held = self.model.weights.verify(version.weight_digest, self._manifest)
+            self.model.prepare()
+        except SyncError as error:
+            self._refusal = f"the update to the weights of step {version.step} failed: {error}"
+            raise
+        self._version = version
+        self._stats.weight_updates += 1
+        return held
+
+    def weight_version(self) -> WeightVersion | None:
+        """Version of the weights in use; None when there are none that may be used."""
+        return self._version
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and the gauges of now; the object is live."""
+        self._stats.running = len(self.scheduler.running)
+        self._stats.kv_tokens_used = self.scheduler.ranges.used
+        return self._stats
+
+    def _seed(self, request: Request) -> int:
+        seed = request.params.seed
+        return request_seed(self.config.seed, request.request_id) if seed is None else seed % 2**64
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,0 +1,139 @@
+"""The weights an engine holds: verbatim as they were sent, already side by side as its GEMMs read them.
+
+Every sent tensor is a view into a buffer of its GEMM (q, k and v stacked along N; experts along E), so loading is one
+copy, and what is digested is what is computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from minite.backends.base import Backend
+from minite.config.plan import PlanEntry, PrecisionPlan
+from minite.config.schema import ModelConfig
+from minite.errors import UserError
+from minite.sync.errors import SyncError
+from minite.sync.stored import MODEL_DTYPES, from_parts, stored_model, stored_parts
+from minite.sync.verify import Digest, combine, dtype_name, first_difference
+
+
+class Linear:
+    """One GEMM: fused linears stacked along N, for one matrix [N, K] or for the experts of a layer [E, N, K]."""
+
+    def __init__(self, experts: list[list[PlanEntry]], grouped: bool, dtype: torch.dtype, device: torch.device) -> None:
+        """experts: the fused members of each expert; a plain linear is one expert with ``grouped`` False."""
+        members = experts[0]
+        self.grouped, self.weight_operand, self.input_operand = grouped, members[0].weight, members[0].input
+        if any((e.weight, e.input) != (self.weight_operand, self.input_operand) for row in experts for e in row):
+            raise UserError(
+                f"{members[0].name}: the built-in sampler computes all experts of a layer in one GEMM, but the plan "
+                "gives them different formats; use one rule for all of them"
+            )
+        self.buffers: dict[str, Tensor] = {}  # suffix -> [E, sum of N, ..]; weight_amax [E, members]
+        self.views: dict[str, Tensor] = {}  # sent name -> its place
+        rows = sum(e.n for e in members)
+        for suffix, stored in stored_parts(self.weight_operand, rows, members[0].k, dtype).items():
+            shape = stored.shape or (len(members),)
+            buffer = torch.zeros((len(experts), *shape), dtype=stored.dtype, device=device)
+            self.buffers[suffix] = buffer
+            for e, row in enumerate(experts):
+                start = 0
+                for m, entry in enumerate(row):
+                    whole = buffer[e, start : start + entry.n] if stored.shape else buffer[e, m]
+                    self.views[f"{entry.name}.{suffix}"] = whole
+                    start += entry.n
+        self.prepared: object = None
+
+    def prepare(self, backend: Backend) -> None:
+        """Bring the loaded weights into the form the backend's GEMM reads fastest. Once per weight version."""
+        parts = dict(self.buffers)
+        if "weight_amax" in parts:
+            amax_EM = parts["weight_amax"]
+            if not torch.equal(amax_EM, amax_EM[:, :1].expand_as(amax_EM)):
+                names = [name for name in self.views if name.endswith(".weight_amax")]
+                raise SyncError(f"{names[0]}: differs from the amax of another member of its fusion group")
+            parts["weight_amax"] = amax_EM[:, 0]
+        if not self.grouped:
+            parts = {suffix: part[0] for suffix, part in parts.items()}
+        quantized = self.weight_operand != "bf16"
+        self.prepared = backend.prepare(from_parts(self.weight_operand, parts) if quantized else parts["weight"])
+
+
+class Weights:
+    """All tensors of one weight version, and the linears that use them."""
+
+    def __init__(self, plan: PrecisionPlan, model: ModelConfig, device: torch.device) -> None:
+        self.plan, self.model, self.device = plan, model, device
+        self.dtype = MODEL_DTYPES[model.dtype]
+        self.stored = stored_model(plan, model)
+        self.views: dict[str, Tensor] = {}  # sent name -> its place
+        self.linears: list[Linear] = []
+        self.loaded: set[str] = set()
+
+    def plain(self, name: str) -> Tensor:
+        """A tensor that is used as it is (embedding, norms, router, LM head)."""
+        if name not in self.views:
+            stored = self.stored[name]
+            self.views[name] = torch.zeros(stored.shape, dtype=stored.dtype, device=self.device)
+        return self.views[name]
+
+    def linear(self, *names: str) -> list[Linear]:
+        """The GEMMs of linears that read one input: one for all, unless their outer scales are separate."""
+        return [self._add([run], grouped=False) for run in self._runs(names)]
+
+    def expert_linear(self, experts: Iterable[tuple[str, ...]]) -> list[Linear]:
+        """The grouped GEMMs of one layer's experts; each item names the fused linears of one expert."""
+        by_expert = [self._runs(names) for names in experts]
+        return [self._add([runs[i] for runs in by_expert], grouped=True) for i in range(len(by_expert[0]))]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors to their places. An unknown name, a wrong shape or dtype, or a second arrival is a SyncError."""
+        for name, tensor in tensors.items():
+            stored = self.stored.get(name)
+            if stored is None:
+                raise SyncError(f"{name}: not a tensor of this model and plan")
+            if name in self.loaded:
+                raise SyncError(f"{name}: arrived twice in one weight update")
+            if (tuple(tensor.shape), tensor.dtype) != (stored.shape, stored.dtype):
+                raise SyncError(
+                    f"{name}: got {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
+                    f"expected {dtype_name(stored.dtype)} {list(stored.shape)}"
+                )
+            self.views[name].copy_(tensor)
+            self.loaded.add(name)
+
+    def verify(self, weight_digest: str, manifest: Mapping[str, str] | None) -> str:
+        """Digest of the bytes held. A SyncError naming a tensor when it is not ``weight_digest``."""
+        missing = [name for name in self.stored if name not in self.loaded]
+        if missing:
+            raise SyncError(f"{missing[0]}: missing from the weight update ({len(missing)} of {len(self.stored)} missing)")
+        digest = Digest()
+        for name in self.stored:
+            digest.update(name, self.views[name])
+        held = digest.hexdigest()
+        if held != weight_digest:
+            blamed = first_difference(manifest, digest.parts) if manifest and combine(manifest) == weight_digest else None
+            raise SyncError(
+                f"{blamed or 'the weights held differ from those sent'}; digest held {held}, announced {weight_digest}; "
+                "nothing is sampled until an update succeeds"
+            )
+        return held
+
+    def _runs(self, names: Iterable[str]) -> list[list[PlanEntry]]:
+        """Neighbouring linears that can be one GEMM: same operands, and one outer scale if they are quantized."""
+
+        def key(entry: PlanEntry) -> tuple[str, ...]:
+            scale = (entry.group or entry.name) if entry.weight != "bf16" else ""
+            return entry.weight, entry.input, scale
+
+        return [list(run) for _, run in groupby((self.plan[name] for name in names), key)]
+
+    def _add(self, experts: list[list[PlanEntry]], grouped: bool) -> Linear:
+        linear = Linear(experts, grouped, self.dtype, self.device)
+        self.views |= linear.views
+        self.linears.append(linear)
+        return linear

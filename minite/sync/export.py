@@ -1,0 +1,92 @@
+"""Full HF-named learner tensors -> the tensors a sampler is sent, one module group at a time.
+
+The codes are made here, once, by the learner's own quantizer over the whole fusion group, and travel verbatim: nobody
+quantizes again from a rounded scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minite.config.plan import PlanEntry, PrecisionPlan
+from minite.formats import QTensor, operand_amax
+from minite.sync.errors import SyncError
+from minite.sync.stored import to_parts
+
+if TYPE_CHECKING:  # a backend is handed in; sync knows only its protocol
+    from minite.backends.base import Backend
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def pack(
+    plan: PrecisionPlan,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    backend: Backend,
+    *,
+    shapes: Shapes | None = None,
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Quantize by the plan, streaming. Yields (module or fusion group, {name: tensor}); see stored.py for the names.
+
+    Only groups that still miss a member are held, so with tensors in model order the memory is that of one group.
+
+    Args:
+        named_tensors: (HF parameter name, full tensor in the model's dtype), in any order.
+        shapes: ``ModelFamily.hf_tensors(model)``, to check every name and shape; None checks quantized linears only.
+
+    Raises:
+        SyncError: naming the tensor that is unexpected, duplicate, of a wrong shape, not finite, or missing at the end.
+    """
+    seen: set[str] = set()
+    open_groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named_tensors:
+        _check(name, tensor, plan, shapes, seen)
+        seen.add(name)
+        entry = plan.get(name.removesuffix(".weight"))
+        if entry is None or entry.weight == "bf16":
+            yield name.removesuffix(".weight"), {name: tensor}
+            continue
+        group = entry.group or entry.name
+        members = plan.group_members(entry.group) if entry.group else (entry,)
+        held = open_groups.setdefault(group, {})
+        held[entry.name] = tensor
+        if len(held) == len(members):
+            yield group, _quantize_group(members, open_groups.pop(group), backend)
+    expected = shapes or [f"{e.name}.weight" for e in plan if e.weight != "bf16"]
+    missing = [name for name in expected if name not in seen]
+    if missing:
+        raise SyncError(f"{missing[0]}: missing from the exported weights ({len(missing)} missing in all)")
+
+
+def _quantize_group(members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Backend) -> dict[str, Tensor]:
+    """Codes and scales of the members under one outer amax.
+
+    Equal to quantizing the members stacked along N: blocks run along K, and a 16x16 block never spans two members
+    because each has N % 16 == 0.
+    """
+    how = members[0].weight
+    member_amax = [amax for e in members if (amax := operand_amax(held[e.name], how)) is not None]
+    amax = torch.stack(member_amax).amax(0) if member_amax else None
+    tensors: dict[str, Tensor] = {}
+    for entry in members:
+        q = backend.quantize(held[entry.name], how, amax=amax)
+        assert isinstance(q, QTensor)
+        tensors |= {f"{entry.name}.{suffix}": part for suffix, part in to_parts(q).items()}
+    return tensors
+
+
+def _check(name: str, tensor: Tensor, plan: PrecisionPlan, shapes: Shapes | None, seen: set[str]) -> None:
+    if name in seen:
+        raise SyncError(f"{name}: exported twice; each tensor must come once")
+    if shapes is not None and name not in shapes:
+        raise SyncError(f"{name}: not a parameter of this model, yet exported")
+    entry = plan.get(name.removesuffix(".weight"))
+    want = shapes[name] if shapes is not None else (entry.n, entry.k) if entry else tuple(tensor.shape)
+    if tuple(tensor.shape) != want:
+        raise SyncError(f"{name}: exported with shape {list(tensor.shape)}; the plan expects the full {list(want)}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise SyncError(f"{name}: holds NaN or Inf; the learner has diverged, resume from an earlier checkpoint")
