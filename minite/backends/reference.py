@@ -1,0 +1,136 @@
+"""The reference backend: emulated GEMMs in plain torch, on a CPU or a GPU. Other backends are compared with it.
+
+Operands are read as codes x block scales, which is exact in bfloat16 and wider, so that every product is exact too;
+sums are float32 (float64 with strict). The outer scales come last, in the order of TransformerEngine's row-scaled GEMM
+(pytorch/cpp_extensions/gemm.py:79-115 over a GEMM whose alpha holds the constants, recipe/nvfp4.cu:67-75):
+
+    out = cast( (acc * alpha) * outer )
+    alpha = fl(1 / 7225344) for two NVFP4 operands (7225344 = 2688^2), fl(1 / 2688) for one
+    outer = row_amax * weight_amax, multiplied first, for two; the one amax for one
+
+Each step is float32, or float64 with strict: there one rounding, to out_dtype, is left. The learner and the sampler
+both come through here, so the order is the same on both sides by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minite.backends.base import Operand
+from minite.backends.rowwise import matmul_rows
+from minite.config.operands import OPERANDS
+from minite.formats import FormatError, QTensor, block_scaled, quantize_operand
+from minite.formats.nvfp4 import OUTER_MAX
+from minite.formats.rounding import round_once
+
+_OPS = ("quantize", "gemm", "grouped_gemm")
+_ALPHA = {1: 1 / OUTER_MAX, 2: 1 / OUTER_MAX**2}  # by the number of NVFP4 operands
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An operand ready to multiply: values without the outer scale, and the amax that the outer scale comes from."""
+
+    values: Tensor  # [rows, K] or [E, N, K], in the dtype that the product is computed from
+    amax: Tensor | None  # [] | [rows] | [E]; None: nothing left to multiply
+
+
+class ReferenceBackend:
+    """See the module docstring. Implements backends.base.Backend."""
+
+    name = "reference"
+    kind = "reference"
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+
+    @staticmethod
+    def refused(device: str, strict: bool) -> str | None:
+        """Why this backend cannot run there; None: it can."""
+        return None
+
+    def unsupported_reason(self, op: str, weight: str, input: str) -> str | None:
+        """None for every pair of operand names in config.operands."""
+        if op not in _OPS:
+            return f"operation {op!r} is unknown; expected one of {', '.join(_OPS)}"
+        unknown = [name for name in (weight, input) if name not in OPERANDS]
+        return f"operand {unknown[0]!r} is unknown; expected one of {', '.join(OPERANDS)}" if unknown else None
+
+    def quantize(
+        self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Operand:
+        """formats.quantize_operand: the definition that other backends have to equal byte for byte."""
+        return quantize_operand(x_MK, how, amax=amax, generator=generator)
+
+    def prepare(self, w: Operand) -> Prepared:
+        """A weight [N, K] or [E, N, K] in the dtype of the product, to be kept as long as the weight lives."""
+        if isinstance(w, QTensor) and w.outer == "row":
+            raise FormatError("reference: a weight with one outer scale per row; expected one per tensor or expert")
+        return self._read(w)
+
+    def gemm(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype) -> Tensor:
+        """[M, N] = a_MK @ b_NK.T in out_dtype (bfloat16, float32; strict also float64). b_NK comes from prepare."""
+        assert isinstance(b_NK, Prepared)
+        a = self._read(a_MK)
+        acc_MN = self._product(a.values, b_NK.values)
+        return self._finish(acc_MN, a.amax, b_NK.amax, out_dtype)
+
+    def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """[R, N]: rows of a_RK, sorted by expert, each times its expert's weight. rows_E: integers that sum to R."""
+        assert isinstance(b_ENK, Prepared)
+        a = self._read(a_RK)
+        sizes = rows_E.tolist()
+        if sum(sizes) != a.values.shape[0] or len(sizes) != b_ENK.values.shape[0]:
+            got = f"{len(sizes)} experts with {sum(sizes)} rows"
+            want = f"{b_ENK.values.shape[0]} experts with {a.values.shape[0]} rows"
+            raise FormatError(f"reference.grouped_gemm: rows_E says {got}; expected {want}")
+        starts = [sum(sizes[:e]) for e in range(len(sizes))]
+        parts = [
+            self._product(a.values[start : start + size], weight_NK)
+            for start, size, weight_NK in zip(starts, sizes, b_ENK.values, strict=True)
+            if size
+        ]
+        n = b_ENK.values.shape[1]
+        acc_RN = torch.cat(parts) if parts else a.values.new_zeros(0, n, dtype=self._sum_dtype)
+        b_amax = b_ENK.amax
+        if b_amax is not None and b_amax.ndim == 1:
+            b_amax = b_amax.repeat_interleave(rows_E.to(b_amax.device))
+        return self._finish(acc_RN, a.amax, b_amax, out_dtype)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.float64 if self.strict else torch.float32
+
+    def _read(self, x: Operand) -> Prepared:
+        if self.strict:
+            dtype = torch.float64
+        elif x.device.type == "cpu":
+            dtype = torch.float32  # most CPUs multiply float32 far faster than bfloat16; the products are exact anyway
+        else:
+            dtype = torch.bfloat16
+        if isinstance(x, QTensor):
+            return Prepared(block_scaled(x, dtype), x.amax)
+        return Prepared(x.to(torch.promote_types(dtype, x.dtype)), None)
+
+    def _product(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
+        """a_MK @ b_NK.T, summed and returned in _sum_dtype."""
+        if self.strict:
+            return matmul_rows(a_MK, b_NK)
+        if a_MK.dtype == b_NK.dtype == torch.bfloat16:
+            return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)
+        return torch.mm(a_MK.to(torch.float32), b_NK.to(torch.float32).t())
+
+    def _finish(self, acc: Tensor, a_amax: Tensor | None, b_amax: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """Outer scales and the cast, in place on acc [rows, N]; amaxes are [] or [rows]."""
+        amaxes = [amax.to(acc.dtype) for amax in (a_amax, b_amax) if amax is not None]
+        if amaxes:
+            outer = amaxes[0] * amaxes[1] if len(amaxes) == 2 else amaxes[0]
+            acc = acc.mul_(_ALPHA[len(amaxes)]).mul_(outer.unsqueeze(-1))
+        if self.strict:
+            return round_once(acc, out_dtype)
+        if out_dtype == torch.float64:
+            raise FormatError("reference: out_dtype float64 of a float32 sum; use strict, or ask for float32")
+        return acc.to(out_dtype)
