@@ -1,0 +1,184 @@
+"""Prompts and rewards: tasks that make or read examples, the split by hash, and the endless stream of prompts.
+
+A new task is one function and one row of TASKS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from minite.config import RunConfig
+from minite.config.build import nearest
+from minite.config.schema import DataConfig
+from minite.driver.tokenizer import Tokenizer
+from minite.errors import UserError
+
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+MAX_QUESTIONS = 1 << 18  # arithmetic holds all its questions in memory
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question. Examples of one ``key`` fall on the same side of the split: 3+5 and 5+3 are no two questions."""
+
+    prompt: str
+    answer: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example in its turn. ``id`` is unique in a run and grows: the stream's position."""
+
+    id: int
+    example: Example
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """All examples of a run, split; no key is on both sides."""
+
+    train: tuple[Example, ...]
+    heldout: tuple[Example, ...]
+
+
+def arithmetic(data: DataConfig) -> list[Example]:
+    """Every "a+b=" with 0 <= a, b <= max_operand, for each operation; the answer is the number in decimal."""
+    numbers = range(data.max_operand + 1)
+    count = len(numbers) ** 2 * len(data.operations)
+    if count > MAX_QUESTIONS:
+        raise UserError(
+            f"data.max_operand: {data.max_operand} with {len(data.operations)} operation(s) makes {count} questions, "
+            f"at most {MAX_QUESTIONS} fit; lower it"
+        )
+    examples = []
+    for op, a, b in itertools.product(data.operations, numbers, numbers):
+        low, high = (a, b) if op == "-" else (min(a, b), max(a, b))
+        examples.append(Example(f"{a}{op}{b}=", str(OPERATIONS[op](a, b)), f"{low}{op}{high}"))
+    return examples
+
+
+def jsonl(data: DataConfig) -> list[Example]:
+    """Lines {"prompt": str, "answer": str} of data.path; other keys are ignored, blank lines skipped."""
+    path = Path(data.path or "")
+    if not path.is_file():
+        files = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"data.path: {path} {what}; expected a JSON-lines file; {nearest(path.name, sorted(files))}")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.path: {path} cannot be read: {error}; expected UTF-8 text") from None
+    examples = [_parse_line(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not examples:
+        raise UserError(f'data.path: {path} is empty; expected lines {{"prompt": "...", "answer": "..."}}')
+    return examples
+
+
+def _parse_line(line: str, where: str) -> Example:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f'{where}: not JSON ({error}); expected {{"prompt": "...", "answer": "..."}}') from None
+    if not isinstance(record, dict):
+        raise UserError(f'{where}: got {line[:40]!r}; expected {{"prompt": "...", "answer": "..."}}')
+    for key in ("prompt", "answer"):
+        if key not in record:
+            raise UserError(f"{where}: no key '{key}' among {', '.join(map(repr, record)) or 'none'}")
+        if not isinstance(record[key], str) or not record[key]:
+            raise UserError(f"{where}: '{key}' is {record[key]!r}; expected text of at least one character")
+    return Example(record["prompt"], record["answer"], record["prompt"])
+
+
+TASKS: dict[str, Callable[[DataConfig], list[Example]]] = {"arithmetic": arithmetic, "jsonl": jsonl}
+
+
+def load_task(config: RunConfig, tokenizer: Tokenizer) -> Task:
+    """The recipe's examples, split by the seed. Raises UserError for a prompt that the model has no room for."""
+    task = split(TASKS[config.data.kind](config.data), config.data.heldout, config.seed)
+    room = config.model.max_seq_len - config.sampler.max_new_tokens
+    for example in task.train + task.heldout:
+        length = len(tokenizer.encode(example.prompt))
+        if length > room:
+            raise UserError(
+                f"data: prompt {example.prompt[:40]!r} has {length} tokens, at most {room} fit beside "
+                "sampler.max_new_tokens in model.max_seq_len; shorten it or change one of the two"
+            )
+    return task
+
+
+def split(examples: Sequence[Example], heldout: int, seed: int) -> Task:
+    """Hold out the ``heldout`` examples whose keys hash lowest under the seed: independent of the order in the file.
+
+    Examples that share a held-out key but exceed the number are used on neither side.
+    """
+    ranked = sorted(examples, key=lambda e: (_hash(seed, "split", e.key), e.prompt, e.answer))
+    held = tuple(ranked[:heldout])
+    held_keys = {e.key for e in held}
+    train = tuple(e for e in ranked if e.key not in held_keys)
+    if not train:
+        raise UserError(f"data.heldout: {heldout} of {len(examples)} examples leave none to train on; lower it")
+    return Task(train, held)
+
+
+def reward(text: str, answer: str) -> float:
+    """1 when the response is the answer, surrounding blanks aside, else 0."""
+    return float(text.strip() == answer.strip())
+
+
+class PromptStream:
+    """Endless epochs over the examples, each in an order of its own that only the seed and the epoch decide."""
+
+    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, seed: int) -> None:
+        self._examples = list(examples)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._position = 0  # prompts handed out so far
+        self._order: list[int] = []
+        self._order_epoch = -1
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        prompts = [self._at(self._position + i) for i in range(count)]
+        self._position += count
+        return prompts
+
+    def _at(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self._examples))
+        if epoch != self._order_epoch:
+            self._order = sorted(range(len(self._examples)), key=lambda i: _hash(self._seed, f"epoch {epoch}", str(i)))
+            self._order_epoch = epoch
+        example = self._examples[self._order[index]]
+        return Prompt(position, example, tuple(self._tokenizer.encode(example.prompt)))
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, position = divmod(self._position, len(self._examples))
+        return {"epoch": epoch, "position": position, "fingerprint": self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError when the examples or the seed are not those of the saved stream."""
+        if state["fingerprint"] != self._fingerprint():
+            raise UserError(
+                "data: the examples or the seed differ from those of the checkpoint, so the run cannot go on exactly; "
+                "restore the data file and the data section, or start a new run"
+            )
+        self._position = state["epoch"] * len(self._examples) + state["position"]
+
+    def _fingerprint(self) -> str:
+        digest = blake2b(str(self._seed).encode(), digest_size=16)
+        for example in self._examples:
+            digest.update(repr((example.prompt, example.answer)).encode())
+        return digest.hexdigest()
+
+
+def _hash(seed: int, purpose: str, text: str) -> bytes:
+    """Unlike a library's shuffle, the same on every machine and in every version."""
+    return blake2b(f"{seed}|{purpose}|{text}".encode(), digest_size=8).digest()
