@@ -159,7 +159,7 @@ def check_parallel(config: RunConfig) -> None:
         raise _fail(config, "learner.expert_parallel", f"does not divide num_experts {m.num_experts}")
     dp = config.learner.data_parallel
     if dp > 1 and dp % ep:
-        raise _fail(config, "learner.expert_parallel", f"does not divide data_parallel {dp}")
+        raise _fail(config, "learner.expert_parallel", f"does not divide data_parallel {dp}; leave one of them at 1")
     if config.learner.pipeline_parallel > 1:
         raise _fail(config, "learner.pipeline_parallel", "pipeline parallelism is not supported; expected 1")
 

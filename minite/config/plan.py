@@ -90,7 +90,10 @@ class PrecisionPlan:
 
     @staticmethod
     def from_json(text: str, source: str = "plan.json") -> PrecisionPlan:
-        """Read what to_json wrote; ``source`` stands in messages. Raises UserError when it is damaged or its digest is not that of its content."""
+        """Read what to_json wrote; ``source`` stands in messages.
+
+        Raises UserError when it is damaged or its digest is not that of its content.
+        """
         try:
             data = json.loads(text)
             rules = data.pop("rules")

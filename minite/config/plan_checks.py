@@ -6,7 +6,7 @@ import dataclasses
 
 from minite.config.build import nearest
 from minite.config.operands import OPERANDS
-from minite.config.plan import PrecisionPlan
+from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.rules import numberless
 from minite.config.schema import RunConfig
 from minite.errors import UserError
@@ -67,7 +67,8 @@ def check_shapes(config: RunConfig, plan: PrecisionPlan, family: ModelFamily) ->
     tp = config.learner.tensor_parallel
     checked: set[tuple[object, ...]] = set()  # 18,000 experts have few shapes
     for entry in plan.entries:
-        n_shards, k_shards = (1, tp) if family.row_parallel(entry.name) else (tp, 1)
+        axis = family.split_axis(entry.name)
+        n_shards, k_shards = (tp if axis == "N" else 1), (tp if axis == "K" else 1)
         key = (entry.n, entry.k, entry.weight, entry.input, n_shards, k_shards)
         if key in checked:
             continue
@@ -86,15 +87,17 @@ def check_shapes(config: RunConfig, plan: PrecisionPlan, family: ModelFamily) ->
                 )
 
 
-def check_groups(plan: PrecisionPlan) -> None:
-    """A fusion group is one GEMM with one outer scale, so its members are decided alike."""
+def check_groups(plan: PrecisionPlan, family: ModelFamily) -> None:
+    """What is computed in one GEMM - a fusion group, the experts of a layer - is decided alike."""
+    firsts: dict[str, PlanEntry] = {}
     for entry in plan.entries:
-        first = plan.group_members(entry.group)[0] if entry.group else entry
-        if entry.format != first.format:
-            raise UserError(
-                f"{entry.rule} makes fusion group '{entry.group}' mixed: '{entry.name}' has format '{entry.format}', "
-                f"but '{first.name}' has '{first.format}' by {first.rule}; give the members one format"
-            )
+        for kind, group in (("fusion group", entry.group), ("grouped GEMM", family.grouped_gemm(entry.name))):
+            first = firsts.setdefault(group, entry) if group else entry
+            if entry.format != first.format:
+                raise UserError(
+                    f"{entry.rule} makes {kind} '{group}' mixed: '{entry.name}' has format '{entry.format}', but "
+                    f"'{first.name}' has '{first.format}' by {first.rule}; give the members one format"
+                )
 
 
 def check_alignment(config: RunConfig, plan: PrecisionPlan) -> None:

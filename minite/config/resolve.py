@@ -62,6 +62,6 @@ def resolve_plan(run_config: RunConfig) -> PrecisionPlan:
     )
     check_high_precision(plan, family)
     check_shapes(run_config, plan, family)
-    check_groups(plan)
+    check_groups(plan, family)
     check_alignment(run_config, plan)
     return plan

@@ -92,7 +92,7 @@ class LearnerConfig:
     """Megatron learner."""
 
     tensor_parallel: int = 1
-    expert_parallel: int = 1  # splits the experts over the data-parallel ranks, as megatron does
+    expert_parallel: int = 1  # experts are spread over the data-parallel ranks, of which there are at least as many
     pipeline_parallel: int = 1
     data_parallel: int = 1
     device: str = "auto"  # auto | cpu | cuda
@@ -108,7 +108,7 @@ class LearnerConfig:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different responses: expert parallelism needs at least that many."""
+        """Ranks that see different responses; expert parallelism needs at least as many."""
         return max(self.data_parallel, self.expert_parallel)
 
     @property

@@ -31,9 +31,13 @@ class ModelFamily:
         """Why this linear must stay BF16 or better ("lm_head" | "router"); None for one that may be quantized."""
         return "lm_head" if name == "lm_head" else None
 
-    def row_parallel(self, name: str) -> bool:
-        """Whether tensor parallelism splits this linear's K (and adds up the results) rather than its N."""
-        return name.endswith((".o_proj", ".down_proj"))
+    def split_axis(self, name: str) -> str | None:
+        """Which axis of its weight [N, K] tensor parallelism splits: "N", "K" (results are then added up) or None."""
+        return "K" if name.endswith((".o_proj", ".down_proj")) else "N"
+
+    def grouped_gemm(self, name: str) -> str | None:
+        """The grouped GEMM that computes this linear together with others of its layer; None if it has its own."""
+        return None
 
     def token_share(self, cfg: ModelConfig, name: str) -> float:
         """Fraction of tokens that pass through this linear."""

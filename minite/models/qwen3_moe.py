@@ -19,6 +19,14 @@ class Qwen3Moe(ModelFamily):
     def high_precision_role(self, name: str) -> str | None:
         return "router" if name.endswith(".mlp.gate") else super().high_precision_role(name)
 
+    def split_axis(self, name: str) -> str | None:
+        whole = ".mlp.experts." in name or name.endswith(".mlp.gate")  # experts are spread whole, routers repeated
+        return None if whole else super().split_axis(name)
+
+    def grouped_gemm(self, name: str) -> str | None:
+        layer, found, expert = name.partition(".experts.")
+        return f"{layer}.experts.{expert.partition('.')[2]}" if found else None
+
     def token_share(self, cfg: ModelConfig, name: str) -> float:
         return cfg.experts_per_token / cfg.num_experts if ".mlp.experts." in name else 1.0
 
