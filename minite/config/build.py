@@ -90,7 +90,9 @@ def _type_name(hint: Any) -> str:
 
 def _wrong_type(path: str, value: Value, expected: str) -> UserError:
     got = value.plain()
-    kinds: dict[type, str] = {dict: "a section", list: "a list", type(None): "empty"}
+    if got is None:
+        return UserError(f"{value.source}: '{path}' is empty, expected {expected}")
+    kinds: dict[type, str] = {dict: "a section", list: "a list"}
     kind = kinds.get(type(got), type(got).__name__)
     return UserError(f"{value.source}: '{path}' is {kind} {got!r}, expected {expected}")
 
