@@ -1,0 +1,74 @@
+"""Model, optimizer, step count and generator through megatron's dist_checkpointing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil  # noqa: F401  megatron's writer processes need it; without it they die and save waits for ever
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject
+
+from minite.errors import UserError
+
+if TYPE_CHECKING:
+    from minite.learner.policy import Policy
+
+
+def save(policy: Policy, directory: Path) -> None:
+    """Write a checkpoint; collective. The directory is made; it must be empty or absent."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(policy, loading=False), str(directory), content_metadata=_metadata())
+
+
+def load(policy: Policy, directory: Path) -> None:
+    """Read what ``save`` wrote under the same parallel layout; training goes on bit for bit. Raises UserError."""
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+    except Exception as error:  # megatron raises its own, torch's and the operating system's
+        raise UserError(f"checkpoint {directory}: cannot be read ({error}); resume from another one") from None
+    _check(policy, common, directory)
+    state = dist_checkpointing.load(_state(policy, loading=True), str(directory))
+    policy.model.load_state_dict(state["model"])
+    policy.optimizer.load_state_dict(state["optimizer"])
+    policy.model.weights_changed()
+    policy.step = state["step"]
+    torch.set_rng_state(state["rng"])
+
+
+def _check(policy: Policy, common: dict[str, Any], directory: Path) -> None:
+    for what, saved, now in (
+        ("parallel layout (tensor, data, expert)", common["layout"], _layout(policy)),
+        ("plan digest", common["plan_digest"], policy.plan.digest),
+    ):
+        if saved != now:
+            raise UserError(f"checkpoint {directory}: was written with {what} {saved}, this run has {now}; resume as it was")
+
+
+def _layout(policy: Policy) -> tuple[int, int, int]:
+    layout = policy.config.learner
+    return layout.tensor_parallel, layout.data_ranks, layout.expert_parallel
+
+
+def _metadata() -> dict[str, Any]:
+    # The one format of optimizer state that torch's own Adam can be read back from. It fixes the tensor- and
+    # expert-parallel layout; weights move between layouts as a Hugging Face directory.
+    return {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False}
+
+
+def _state(policy: Policy, loading: bool) -> dict[str, Any]:
+    metadata = {**_metadata(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = policy.model.sharded_state_dict(metadata=metadata)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
+        "step": policy.step,
+        "layout": _layout(policy),
+        "plan_digest": policy.plan.digest,
+        "rng": ShardedObject("rng", torch.get_rng_state(), (world,), (rank,)),
+    }

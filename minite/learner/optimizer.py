@@ -1,0 +1,84 @@
+"""Gradient buffers, megatron's distributed Adam (FP32 master weights), and one update."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from minite.config.schema import LearnerConfig
+from minite.learner.model import PolicyModel
+
+
+def build(model: PolicyModel, config: LearnerConfig) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """Wrap the model for gradient reduction and make its optimizer, with state allocated and zero."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,  # it would end the process; ``update`` skips the step instead
+    )
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        clip_grad=config.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp], use_gloo_process_groups=False)
+    reset(optimizer)
+    return ddp, optimizer
+
+
+def reset(optimizer: MegatronOptimizer) -> None:
+    """Zero moments and step count. Megatron cannot write or read a checkpoint of an Adam that has no state yet."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                part.optimizer.state[p] = {"step": torch.zeros(()), **zeros}
+
+
+def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
+    """Rate of update number ``step`` (from 0): linear warm-up over ``warmup_steps``, then linear to ``min_lr`` at the end."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.min_lr is None:
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return config.lr + (config.min_lr - config.lr) * min(1.0, done)
+
+
+def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> float | None:
+    """Reduce the accumulated gradients, clip, step. Returns the gradient norm before clipping.
+
+    A gradient that is not finite anywhere leaves weights and optimizer as they were: None is returned.
+    """
+    finalize_model_grads([ddp])
+    buffers = ddp.buffers + ddp.expert_parallel_buffers
+    finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]).all().float()
+    dist.all_reduce(finite, dist.ReduceOp.MIN)
+    if not finite.item():
+        return None
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]  # 0 for norms
+    _, grad_norm, _ = optimizer.step()
+    ddp.module.weights_changed()
+    return float(grad_norm)
+
+
+def zero_grad(ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()

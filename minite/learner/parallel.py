@@ -1,0 +1,57 @@
+"""Process groups: torch.distributed and megatron's layout of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from minite.config import RunConfig
+from minite.errors import UserError
+
+
+def start(run_config: RunConfig, rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
+    """Join the other ranks. Order of ranks: tensor parallel fastest, then data; experts are split over data ranks."""
+    layout = run_config.learner
+    if layout.pipeline_parallel != 1:
+        raise UserError(f"learner.pipeline_parallel is {layout.pipeline_parallel}: not supported, expected 1")
+    if world_size != layout.world_size:
+        raise UserError(
+            f"learner: {world_size} processes were started, but tensor_parallel {layout.tensor_parallel} times "
+            f"max(data_parallel, expert_parallel) {layout.data_ranks} needs {layout.world_size}"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(
+        layout.tensor_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=1,  # experts are whole; they are split over ranks by expert
+        create_gloo_process_groups=False,  # only for checkpoint formats that we do not use
+    )
+    # Nothing of ours draws from megatron's generators (no dropout), but its modules insist that they exist.
+    model_parallel_cuda_manual_seed(run_config.seed)
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The ranks that see different responses."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def data_ranks() -> DataRanks:
+    group = parallel_state.get_data_parallel_group()
+    return DataRanks(group.rank(), group.size(), group)
+
+
+def stop() -> None:
+    """Leave the groups, so that another learner can start in this process."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,173 @@
+"""One rank of the learner: batches in, log-probs, metrics and weights out. Plain class; the driver wraps it in an actor.
+
+Every method is collective: all ranks call it with the same arguments. Each rank takes its share of the responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minite.config import PrecisionPlan, RunConfig
+from minite.learner import cpu_compat
+from minite.learner.packing import Microbatch, pack, plan_microbatches
+from minite.losses.grpo import grpo_loss, mean_metrics
+from minite.types import RolloutBatch, WeightVersion
+
+if TYPE_CHECKING:
+    from minite.sync.transport import Bucket
+
+
+class LearnerWorker:
+    """Megatron learner rank ``rank`` of ``world_size``; ranks meet at master_addr:master_port.
+
+    Raises UserError for a layout, plan or checkpoint that does not fit the recipe.
+    """
+
+    def __init__(
+        self,
+        run_config: RunConfig,
+        plan: PrecisionPlan,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+    ) -> None:
+        self.config = run_config
+        self.device = _device(run_config.learner.device, rank)
+        cpu_compat.install(self.device.type)
+        with cpu_compat.quiet():
+            # megatron enters the process here, once it is fit for the device
+            from minite.learner import optimizer, parallel
+            from minite.learner.policy import Policy
+
+            self._optim, self._parallel = optimizer, parallel
+            parallel.start(run_config, rank, world_size, master_addr, master_port, self.device)
+            self._policy = Policy(run_config, plan, self.device)
+        self._data = parallel.data_ranks()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done on rollouts; steps of the warm start do not count."""
+        return self._policy.step
+
+    def sft_step(self, batch: RolloutBatch) -> dict[str, float]:
+        """One supervised step on the loss-mask tokens: mean negative log-prob. Rate: warm_start.lr, constant."""
+        tokens = int(batch.loss_mask_T.sum())
+        total = 0.0
+        self._optim.zero_grad(self._policy.ddp, self._policy.optimizer)
+        self._policy.model.train()
+        for micro in self._microbatches(batch, replay=False):
+            logprob_T, _ = self._policy.model.token_logprobs(micro, temperature=1.0, entropy=False)
+            loss = -logprob_T[micro.take(batch.loss_mask_T)].sum() / max(tokens, 1)
+            loss.backward()
+            total += float(loss.detach())
+        metrics = {"loss/sft": self._sum({"loss": total})["loss"]}
+        return metrics | self._update(self.config.warm_start.lr)
+
+    @torch.no_grad()
+    def logprobs(self, batch: RolloutBatch, which: str = "policy") -> tuple[Tensor, Tensor]:
+        """(logprob_T float64, entropy_T float32) of every token at the sampler's temperature, equal on all ranks. [nats]
+
+        ``which``: "policy" (now) or "ref" (the KL reference; kept only when algo.kl_coef > 0).
+        """
+        values_2T = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
+        self._policy.model.eval()
+        with self._policy.reference_weights() if which == "ref" else nullcontext():
+            for micro in self._microbatches(batch, replay=self.config.algo.router_replay):
+                logprob_T, entropy_T = self._policy.model.token_logprobs(micro, self._temperature, entropy=True)
+                assert entropy_T is not None
+                n = len(micro.source_n)
+                values_2T[:, micro.source_n] = torch.stack([logprob_T[:n].double(), entropy_T[:n].double()]).cpu()
+        shared = values_2T.to(self.device)
+        dist.all_reduce(shared, group=self._data.group)  # each token has one owner; the others add 0
+        return shared[0].cpu(), shared[1].float().cpu()
+
+    def train_step(self, batch: RolloutBatch, denominator: float) -> dict[str, float]:
+        """One optimizer step on a batch that has old_logprob_T and advantage_S. ``denominator``: its global loss tokens."""
+        if batch.old_logprob_T is None:
+            raise ValueError("train_step needs batch.old_logprob_T")
+        algo, old = self.config.algo, batch.old_logprob_T
+        reference_T = self.logprobs(batch, "ref")[0] if algo.kl_coef > 0 else None
+        advantage_T = batch.advantage_S[batch.sequence_T]
+        sums: dict[str, float] = {}
+        self._optim.zero_grad(self._policy.ddp, self._policy.optimizer)
+        self._policy.model.train()
+        for micro in self._microbatches(batch, replay=algo.router_replay):
+            logprob_T, entropy_T = self._policy.model.token_logprobs(micro, self._temperature, algo.entropy_coef != 0)
+            output = grpo_loss(
+                logprob_T,
+                micro.take(old),
+                micro.take(advantage_T),
+                micro.take(batch.loss_mask_T),
+                None if batch.weight_T is None else micro.take(batch.weight_T),
+                denominator,
+                algo,
+                None if reference_T is None else micro.take(reference_T),
+                entropy_T,
+            )
+            output.loss.backward()
+            sums = {key: sums.get(key, 0.0) + value for key, value in output.metrics.items()}
+        lr = self._optim.learning_rate(self.config.learner, self.step, self.config.driver.steps * algo.minibatches)
+        metrics = mean_metrics(self._sum(sums)) | self._update(lr)
+        self._policy.step += 1
+        return metrics
+
+    def export(self) -> tuple[list[Bucket], WeightVersion] | None:
+        """(buckets of named CPU tensors, their version) on rank 0, None elsewhere."""
+        return self._policy.export()
+
+    def save(self, directory: str | Path) -> None:
+        """Write model, optimizer, step and generator into an empty directory."""
+        self._policy.save(directory)
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from what ``save`` wrote."""
+        self._policy.load(directory)
+
+    def load_hf(self, path: str | Path) -> None:
+        """Start from a Hugging Face directory: fresh optimizer, step 0, and the KL reference."""
+        self._policy.load_hf(path)
+
+    def save_hf(self, path: str | Path) -> None:
+        """Write the weights as a Hugging Face directory."""
+        self._policy.save_hf(path)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._parallel.stop()
+
+    @property
+    def _temperature(self) -> float:
+        return self.config.sampler.temperature
+
+    def _microbatches(self, batch: RolloutBatch, replay: bool) -> Iterator[Microbatch]:
+        layout = self.config.learner
+        plan = plan_microbatches(batch.cu_seqlens_S1.diff().tolist(), layout.tokens_per_microbatch, self._data.size)
+        for shares in plan:
+            yield pack(batch, shares[self._data.rank], layout.tensor_parallel, replay, self.device)
+
+    def _update(self, lr: float) -> dict[str, float]:
+        policy = self._policy
+        norm = self._optim.update(policy.ddp, policy.optimizer, lr, self.config.learner.weight_decay)
+        skipped = norm is None
+        return {"learner/lr": lr, "learner/grad_norm": norm or 0.0, "learner/skipped_steps": float(skipped)}
+
+    def _sum(self, sums: dict[str, float]) -> dict[str, float]:
+        """Metrics of all data-parallel ranks together."""
+        values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, group=self._data.group)
+        return dict(zip(sums, values.tolist(), strict=True))
+
+
+def _device(asked: str, rank: int) -> torch.device:
+    """The device of this rank. With one visible GPU per process (Ray) that is GPU 0."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
