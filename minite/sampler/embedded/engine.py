@@ -90,28 +90,36 @@ class EmbeddedEngine:
         return ended + self.scheduler.retire()
 
     def _prefill(self, batch: list[Sequence]) -> Tensor:
-        """Prompts, packed end to end. Logits after the last token of each: [B, V]."""
-        length_B = self._tensor([s.prompt_len for s in batch])
-        cu_seqlens = torch.nn.functional.pad(length_B.cumsum(0), (1, 0))
-        token_T = self._tensor([t for s in batch for t in s.request.prompt_tokens])
-        position_T = torch.arange(len(token_T), device=self.device) - cu_seqlens[:-1].repeat_interleave(length_B)
-        slot_T = self._tensor([s.start for s in batch]).repeat_interleave(length_B) + position_T
-        attend = Prefill(self.cache, slot_T, cu_seqlens, self.scale, self.model.strict)
-        logits_BV, expert_TLk = self.model.forward(token_T, position_T, attend, cu_seqlens[1:] - 1)
-        if self.cache.experts is not None:
-            self.cache.experts[slot_T] = expert_TLk
+        """Prompts, packed end to end, equal ones once. Logits after the last token of each request's prompt: [B, V]."""
+        index = {prompt: i for i, prompt in enumerate(dict.fromkeys(s.request.prompt_tokens for s in batch))}
+        prompt_B = self._tensor([index[s.request.prompt_tokens] for s in batch])
+        length_P = self._tensor([len(prompt) for prompt in index])
+        cu_seqlens = torch.nn.functional.pad(length_P.cumsum(0), (1, 0))
+        token_T = self._tensor([token for prompt in index for token in prompt])
+        position_T = self._positions(length_P)
+        length_B = length_P[prompt_B]
+        position_N = self._positions(length_B)
+        source_N = cu_seqlens[prompt_B].repeat_interleave(length_B) + position_N
+        slot_N = self._tensor([s.start for s in batch]).repeat_interleave(length_B) + position_N
+        attend = Prefill(self.cache, cu_seqlens, source_N, slot_N, self.scale, self.model.strict)
+        logits_PV, expert_TLk = self.model.forward(token_T, position_T, attend, cu_seqlens[1:] - 1)
+        if expert_TLk is not None:
+            self.cache.experts[slot_N] = expert_TLk[source_N]
         self._stats.prefill_tokens += len(token_T)
-        return logits_BV
+        return logits_PV[prompt_B]
 
     def _decode(self, batch: list[Sequence]) -> Tensor:
         """One token more for each. Logits after it: [B, V]."""
         lengths = [s.length for s in batch]
         length_B, start_B = self._tensor(lengths), self._tensor([s.start for s in batch])
-        attend = Decode(self.cache, start_B, length_B, max(lengths), self.scale, self.model.strict)
+        slot_B = start_B + length_B - 1
+        span_L = torch.arange(max(lengths), device=self.device)
+        slot_BL = (start_B[:, None] + span_L).clamp(max=self.cache.slots - 1)
+        attend = Decode(self.cache, slot_B, slot_BL, length_B, self.scale, self.model.strict)
         token_B = self._tensor([s.tokens[-1] for s in batch])
         logits_BV, expert_BLk = self.model.forward(token_B, length_B - 1, attend, None)
-        if self.cache.experts is not None:
-            self.cache.experts[attend.slot_B] = expert_BLk
+        if expert_BLk is not None:
+            self.cache.experts[slot_B] = expert_BLk
         self._stats.decode_steps += 1
         return logits_BV
 
@@ -144,8 +152,8 @@ class EmbeddedEngine:
     def _complete(self, sequence: Sequence) -> Completion:
         assert sequence.finish_reason is not None and self._version is not None
         experts = None
-        if self.cache.experts is not None and sequence.start >= 0:
-            experts = self.cache.experts[sequence.start : sequence.start + sequence.length - 1].cpu().clone()
+        if self.config.model.num_experts and sequence.start >= 0:
+            experts = self.cache.read_experts(sequence.start, sequence.length - 1)
         request = sequence.request
         return Completion(
             request.request_id, request.prompt_tokens, sequence.tokens, sequence.logprobs, sequence.finish_reason,
@@ -158,7 +166,9 @@ class EmbeddedEngine:
         """Start loading new weights; the old ones are gone from here on. SyncError while requests are live."""
         live = self.scheduler.live_ids()
         if live:
-            raise SyncError(f"cannot update weights while {len(live)} requests are live; abort() them or let generate() return")
+            raise SyncError(
+                f"cannot update weights while {len(live)} requests are live; abort() them or let generate() return"
+            )
         self._version, self._incoming, self._manifest = None, None, None
         if version.plan_digest != self.plan.digest:
             self._refusal = (
@@ -167,7 +177,7 @@ class EmbeddedEngine:
             )
             raise SyncError(self._refusal)
         self._incoming = version
-        self._refusal = f"the update to the weights of step {version.step} (digest {version.weight_digest}) did not finish"
+        self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
         self.model.weights.loaded.clear()
 
     def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
@@ -210,6 +220,11 @@ class EmbeddedEngine:
     def _seed(self, request: Request) -> int:
         seed = request.params.seed
         return request_seed(self.config.seed, request.request_id) if seed is None else seed % 2**64
+
+    def _positions(self, length_S: Tensor) -> Tensor:
+        """0 .. length - 1 of each of the packed sequences, end to end."""
+        end_S = length_S.cumsum(0)
+        return torch.arange(int(end_S[-1]), device=self.device) - (end_S - length_S).repeat_interleave(length_S)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -7,6 +7,7 @@ which can delay an admission but never block one for good, since an idle cache i
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,48 +52,61 @@ class KVCache:
     """
 
     def __init__(self, model: ModelConfig, kv_cache: str, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.fp8, self.dtype = kv_cache == "fp8", dtype
+        self.fp8, self.dtype, self.slots = kv_cache == "fp8", dtype, slots
         shape = (slots, model.num_kv_heads, model.head_dim)
         stored = torch.float8_e4m3fn if self.fp8 else dtype
         self.k = [torch.zeros(shape, dtype=stored, device=device) for _ in range(model.num_layers)]
         self.v = [torch.zeros(shape, dtype=stored, device=device) for _ in range(model.num_layers)]
-        self.experts: Tensor | None = None  # int16 [slots, MoE layers, k]
-        if model.num_experts:
-            experts_shape = (slots, model.num_layers, model.experts_per_token)
-            self.experts = torch.full(experts_shape, -1, dtype=torch.int16, device=device)
+        moe_layers = model.num_layers if model.num_experts else 0
+        self.experts = torch.full((slots, moe_layers, model.experts_per_token), -1, dtype=torch.int16, device=device)
 
-    def store(self, layer: int, slot_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values; returns them as a later read would give them, in the model's dtype."""
-        if self.fp8:
-            k_THD, v_THD = ops.quantize_kv(k_THD), ops.quantize_kv(v_THD)
-        self.k[layer][slot_T], self.v[layer][slot_T] = k_THD, v_THD
-        if self.fp8:
-            return ops.dequantize_kv(k_THD, self.dtype), ops.dequantize_kv(v_THD, self.dtype)
-        return k_THD, v_THD
+    def stored(self, x_THD: Tensor) -> Tensor:
+        """Keys or values in the form the cache holds."""
+        return ops.quantize_kv(x_THD) if self.fp8 else x_THD
+
+    def read(self, x_THD: Tensor) -> Tensor:
+        """The stored form as attention sees it, in the model's dtype."""
+        return ops.dequantize_kv(x_THD, self.dtype) if self.fp8 else x_THD
+
+    def read_experts(self, start: int, length: int) -> Tensor:
+        """A copy on the CPU of the experts of ``length`` tokens, int16 [length, MoE layers, k]."""
+        return torch.from_numpy(self.experts[start : start + length].cpu().numpy().copy())
 
 
+@dataclass(frozen=True)
 class Prefill:
-    """Attention of whole prompts, packed end to end: over the new keys and values, which it also stores."""
+    """Attention of whole prompts, packed end to end: over the new keys and values, which it also stores.
 
-    def __init__(self, cache: KVCache, slot_T: Tensor, cu_seqlens: Tensor, scale: float, strict: bool) -> None:
-        self.cache, self.slot_T, self.cu_seqlens, self.scale, self.strict = cache, slot_T, cu_seqlens, scale, strict
+    Requests with one prompt share its computation: packed token ``source_N[i]`` goes to slot ``slot_N[i]``.
+    """
+
+    cache: KVCache
+    cu_seqlens: Tensor  # int64 [prompts + 1]
+    source_N: Tensor
+    slot_N: Tensor
+    scale: float
+    strict: bool
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        k_THD, v_THD = self.cache.store(layer, self.slot_T, k_THD, v_THD)
+        k_THD, v_THD = self.cache.stored(k_THD), self.cache.stored(v_THD)
+        self.cache.k[layer][self.slot_N], self.cache.v[layer][self.slot_N] = k_THD[self.source_N], v_THD[self.source_N]
+        k_THD, v_THD = self.cache.read(k_THD), self.cache.read(v_THD)
         return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict)
 
 
+@dataclass(frozen=True)
 class Decode:
     """Attention of one new token per sequence over all that the cache holds of it."""
 
-    def __init__(self, cache: KVCache, start_B: Tensor, length_B: Tensor, longest: int, scale: float, strict: bool) -> None:
-        self.cache, self.length_B, self.scale, self.strict = cache, length_B, scale, strict
-        self.slot_B = start_B + length_B - 1
-        slots = cache.k[0].shape[0]
-        span_L = torch.arange(longest, device=start_B.device)
-        self.slot_BL = (start_B[:, None] + span_L).clamp(max=slots - 1)  # slots past a sequence's length are not read
+    cache: KVCache
+    slot_B: Tensor  # of the new tokens
+    slot_BL: Tensor  # of all tokens so far, L up to the longest; what lies beyond a sequence's length is not used
+    length_B: Tensor
+    scale: float
+    strict: bool
 
     def __call__(self, layer: int, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
-        self.cache.store(layer, self.slot_B, k_BHD, v_BHD)
-        k_BLHD, v_BLHD = self.cache.k[layer][self.slot_BL], self.cache.v[layer][self.slot_BL]
+        k_pool, v_pool = self.cache.k[layer], self.cache.v[layer]
+        k_pool[self.slot_B], v_pool[self.slot_B] = self.cache.stored(k_BHD), self.cache.stored(v_BHD)
+        k_BLHD, v_BLHD = k_pool[self.slot_BL], v_pool[self.slot_BL]
         return ops.attention_decode(q_BHD, k_BLHD, v_BLHD, self.length_B, self.scale, self.strict)

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE, forward only and incremental: what the learner computes, by the same functions, without autograd.
+"""Qwen3 and Qwen3-MoE, forward only and incremental: the learner's computation by the same functions, no autograd.
 
 The model does not know whether it prefills or decodes: ``attend`` (kv_cache.Prefill or Decode) stores the new keys and
 values and returns the attention output.
@@ -63,7 +63,9 @@ class Model:
         self.wide_lm_head = self.lm_head.to(ops.work_dtype(self.strict))
 
     @torch.inference_mode()
-    def forward(self, token_T: Tensor, position_T: Tensor, attend: Attend, last_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, token_T: Tensor, position_T: Tensor, attend: Attend, last_B: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits after the tokens at ``last_B`` (None = after every token), and the experts of every token.
 
         token_T, position_T int64 [T]. Returns logits float32 (float64 in strict mode) [B, V], and expert ids int16

@@ -40,7 +40,7 @@ class BatchParams:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of uint64 in which every bit depends on all."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of uint64 that spreads every bit over all."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -64,7 +64,7 @@ def request_seed(run_seed: int, request_id: str) -> int:
 
 
 def truncate(logprob_BV: Tensor, params: BatchParams) -> Tensor:
-    """Log-probs, not renormalised, with -inf outside the top-k and outside the nucleus (top-p), both taken after temperature.
+    """Log-probs with -inf outside the top-k and outside the nucleus (top-p), not renormalised.
 
     Top-p keeps the smallest set of most likely tokens whose probability reaches ``top_p`` (Holtzman et al., 2020),
     always at least one; it is computed on the distribution that top-k leaves. Ties keep the lower token id.

@@ -27,9 +27,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_tokens)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_tokens)
 
     @property
     def length(self) -> int:

@@ -110,15 +110,18 @@ class Weights:
         """Digest of the bytes held. A SyncError naming a tensor when it is not ``weight_digest``."""
         missing = [name for name in self.stored if name not in self.loaded]
         if missing:
-            raise SyncError(f"{missing[0]}: missing from the weight update ({len(missing)} of {len(self.stored)} missing)")
+            raise SyncError(
+                f"{missing[0]}: missing from the weight update ({len(missing)} of {len(self.stored)} missing)"
+            )
         digest = Digest()
         for name in self.stored:
             digest.update(name, self.views[name])
         held = digest.hexdigest()
         if held != weight_digest:
-            blamed = first_difference(manifest, digest.parts) if manifest and combine(manifest) == weight_digest else None
+            trusted = manifest is not None and combine(manifest) == weight_digest
+            blamed = first_difference(manifest, digest.parts) if manifest and trusted else "unknown tensor"
             raise SyncError(
-                f"{blamed or 'the weights held differ from those sent'}; digest held {held}, announced {weight_digest}; "
+                f"{blamed}: the weights held are not those announced (digest held {held}, announced {weight_digest}); "
                 "nothing is sampled until an update succeeds"
             )
         return held
