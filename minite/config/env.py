@@ -22,6 +22,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minite"
 
 
+def apply_ray_env() -> None:
+    """What Ray must find before it starts on one machine: no token file is needed for a cluster on loopback."""
+    os.environ.update({"RAY_AUTH_MODE": "disabled"})
+
+
 def third_party_env(plan: PrecisionPlan) -> dict[str, str]:
     """Variables under which Transformer Engine, FlashInfer and SGLang compute NVFP4 as the plan says.
 

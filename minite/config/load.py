@@ -44,9 +44,12 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     return data
 
 
-def config_from_dict(data: Mapping[str, Any], source: str) -> RunConfig:
-    """The inverse of config_to_dict; ``source`` (a file name) stands in error messages."""
-    return _to_config(_located(data, source))
+def config_from_dict(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The inverse of config_to_dict, with ``-o`` overrides; ``source`` (a file name) stands in error messages."""
+    tree = _located(data, source)
+    for text in overrides:
+        tree = merge(tree, _override(text))
+    return _to_config(tree)
 
 
 def read_tree(path: Path) -> Value:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from minite.config import PrecisionPlan, load_recipe, resolve_plan
 from minite.errors import UserError
 
 MOE = """\
@@ -47,3 +49,26 @@ def message(function, *args) -> str:
     text = str(caught.value)
     assert "\n" not in text
     return text
+
+
+W4A4 = """\
+precision:
+  formats:
+    w4a4: {weight: nvfp4_1d, input: nvfp4_row}
+    w4a16: {weight: nvfp4_1d}
+"""  # 4 lines after the 14 of the model
+
+
+def rules(*lines: str) -> str:
+    """Two formats and the given rules, of which the first stands on line 20 after a model."""
+    return W4A4 + "  rules:\n" + "".join(f"    - {line}\n" for line in lines)
+
+
+def one_format(operands: str, *patterns: str) -> str:
+    """One format of the given operands for the given patterns, BF16 for the rest."""
+    chosen = "".join(f'{{match: "{pattern}", use: f}}, ' for pattern in patterns)
+    return f'precision: {{formats: {{f: {{{operands}}}}}, rules: [{chosen}{{match: "**", use: bf16}}]}}\n'
+
+
+def plan_of(folder: Path, model: str, precision: str = "", overrides: Sequence[str] = ()) -> PrecisionPlan:
+    return resolve_plan(load_recipe(write(folder, model + precision), overrides))

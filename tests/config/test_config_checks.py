@@ -61,7 +61,10 @@ MISTAKES = [
         "algo.prompts_per_step=1 algo.group_size=3 learner.expert_parallel=2",
         "a minibatch holds 3 responses, which 2 data-parallel ranks do not divide",
     ),
-    ("sampler.max_new_tokens=128", "sampler.max_new_tokens is 128: leaves no room for a prompt in model.max_seq_len 128"),
+    (
+        "sampler.max_new_tokens=128",
+        "sampler.max_new_tokens is 128: leaves no room for a prompt in model.max_seq_len 128",
+    ),
     ("sampler.kv_tokens=16", "sampler.kv_tokens is 16: cannot hold one response of sampler.max_new_tokens 16"),
     ("learner.min_lr=1", "learner.min_lr is 1.0: expected at most learner.lr 1e-06"),
     ("learner.warmup_steps=101", "learner.warmup_steps is 101: the run makes only 100 optimizer steps"),

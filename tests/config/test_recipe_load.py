@@ -7,7 +7,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from recipe_files import DENSE, MOE, message, write
+from recipe_files import DENSE, MOE, message, rules, write
 
 from minite.config import config_from_dict, config_to_dict, load_recipe
 from minite.config.schema import CorrectionConfig, RunConfig
@@ -91,7 +91,9 @@ def test_overrides_come_last(tmp_path):
     assert config.learner.lr == 1e-6
     assert config.precision.alignment == "off"
     assert config.data.path is None
-    rules = load_recipe(recipe, ['precision.rules=[{match: "**", use: bf16}, {layers: [0], use: bf16}]']).precision.rules
+    rules = load_recipe(
+        recipe, ['precision.rules=[{match: "**", use: bf16}, {layers: [0], use: bf16}]']
+    ).precision.rules
     assert len(rules) == 2 and rules[1].layers == (0,)
     assert load_recipe(recipe, ["correction=none", "correction.window=4"]).correction == CorrectionConfig(
         kind="none", window=4
@@ -134,7 +136,10 @@ def test_bare_word_for_a_section_without_kind(tmp_path):
         ("group_size: 4\n", "r.yaml:15: unknown key 'group_size'; it belongs to section 'algo': algo.group_size"),
         ("sources: {}\n", "r.yaml:15: unknown key 'sources'; known: name, model, seed, "),
         ("learner: {temperature: 1}\n", "unknown key 'learner.temperature'; it belongs to section 'sampler'"),
-        ("precision: {formats: {f: {wieght: bf16}}}\n", "unknown key 'precision.formats.f.wieght'; nearest is 'weight'"),
+        (
+            "precision: {formats: {f: {wieght: bf16}}}\n",
+            "unknown key 'precision.formats.f.wieght'; nearest is 'weight'",
+        ),
         ("precision:\n  rules:\n    - {mach: x, use: bf16}\n", "r.yaml:17: unknown key 'precision.rules[0].mach'"),
         ("precision: {rules: [{match: x}]}\n", "r.yaml:15: 'precision.rules[0].use' is missing"),
         ("algo: {group_size: 4.0}\n", "r.yaml:15: 'algo.group_size' is float 4.0, expected int"),
@@ -180,8 +185,8 @@ def test_sources_do_not_touch_equality(tmp_path):
 
 @pytest.mark.parametrize("text", [MOE, DENSE], ids=["moe", "dense"])
 def test_config_survives_json(tmp_path, text):
-    extra = 'precision:\n  formats: {w: {weight: nvfp4_1d}}\n  rules: [{layers: [0, -1], use: w}, {match: "**", use: bf16}]\n'
-    config = load_recipe(write(tmp_path, text + extra + "correction: {calm: auto}\n"))
+    extra = rules("{layers: [0, -1], use: w4a4}", '{match: "**", use: bf16}') + "correction: {calm: auto}\n"
+    config = load_recipe(write(tmp_path, text + extra))
     data = json.loads(json.dumps(config_to_dict(config)))
     assert "sources" not in data
     again = config_from_dict(data, "config.json")
