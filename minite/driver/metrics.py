@@ -1,0 +1,94 @@
+"""The record of a run: metrics.jsonl, one line a step, and the same numbers for TensorBoard and on the screen.
+
+The keys and their units are in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minite.driver.progress import ProgressView
+from minite.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends one line a step, on the disk when `write` returns. A context manager.
+
+    after_step: None for a new run; for a resumed one the step of its checkpoint: later lines are taken out first, so
+    that no step stands twice. Write a step's line before its checkpoint, or a kill between the two loses the line.
+    """
+
+    def __init__(self, run_dir: Path, view: ProgressView, *, tensorboard: bool, after_step: int | None = None) -> None:
+        path = run_dir / METRICS_FILE
+        if after_step is not None:
+            truncate_after(path, after_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._view = view
+        self._board = _open_tensorboard(run_dir / "tensorboard", after_step) if tensorboard else None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step. A value that is not finite is null in the file, as JSON has no word for it."""
+        record = {"step": step, **{key: _json_number(value) for key, value in sorted(metrics.items())}}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._board is not None:
+            for key, value in metrics.items():
+                self._board.add_scalar(key, value, step)
+        self._view.update(step, metrics)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        self._view.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def truncate_after(path: Path, last_step: int) -> None:
+    """Keep the lines of steps up to ``last_step``, in one atomic replacement.
+
+    A torn last line, left by a killed process, goes too. Raises UserError for any other line that is no record.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")
+    kept = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty or torn
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path}:{number}: {line[:40]!r} is not the record of a step; repair or remove the line, then resume"
+            ) from None
+        if step <= last_step:
+            kept.append(line + "\n")
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _open_tensorboard(folder: Path, after_step: int | None) -> Any:
+    """A SummaryWriter; on a resumed run the events of later steps are marked as void."""
+    from torch.utils.tensorboard import SummaryWriter  # a second of imports that a run without it does not pay
+
+    return SummaryWriter(str(folder), purge_step=None if after_step is None else after_step + 1)
