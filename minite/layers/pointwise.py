@@ -1,7 +1,8 @@
-"""Row-wise functions of a transformer block. Each upcasts, computes, and rounds once to the storage dtype.
+"""Row-wise functions of a transformer block. Each upcasts, computes, and rounds its result once to the storage dtype.
 
 ``strict`` means FP64 instead of FP32 work. Rounded to BF16 or FP32, FP64 results do not depend on the order in which
-a kernel sums: that is what makes a token's value independent of the tokens computed beside it.
+a kernel sums: that is what makes a token's value independent of the tokens computed beside it. (Torch casts FP64 to
+BF16 through FP32; beside a tie that is one unit off the nearest, the same way on every side.)
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class WeightCache:
     """Holds the prepared form of one weight, or of the weights of one layer's experts.
 
     The entry is used as long as the very same tensor objects are passed, none was written in place since (torch counts
-    writes in ``Tensor._version``: an optimizer step, ``copy_``), none was re-pointed (``.data = ...``), and
-    ``invalidate`` was not called. Torch does not count writes made through ``w.data`` or through a flat buffer that
-    ``w.data`` was pointed into, as megatron's distributed optimizer does: after such a write call
-    ``invalidate_weight_caches(model)``, once per optimizer step.
+    writes in ``Tensor._version``: ``copy_``, the steps of torch's plain and foreach optimizers), none was re-pointed
+    (``.data = ...``), and ``invalidate`` was not called. Torch does not count writes through ``w.data``, through a
+    flat buffer that ``w.data`` was pointed into (megatron's distributed optimizer), and of its fused optimizers.
+    So a learner calls ``invalidate_weight_caches(model)`` after every optimizer step, whatever the optimizer.
     """
 
     def __init__(self) -> None:
