@@ -12,11 +12,14 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 
 from minite.errors import UserError
+from minite.learner import optimizer
+from minite.learner.quiet import quiet
 
 if TYPE_CHECKING:
     from minite.learner.policy import Policy
 
 
+@quiet()
 def save(policy: Policy, directory: Path) -> None:
     """Write a checkpoint; collective. The directory is made; it must be empty or absent."""
     if dist.get_rank() == 0:
@@ -25,6 +28,7 @@ def save(policy: Policy, directory: Path) -> None:
     dist_checkpointing.save(_state(policy, loading=False), str(directory), content_metadata=_metadata())
 
 
+@quiet()
 def load(policy: Policy, directory: Path) -> None:
     """Read what ``save`` wrote under the same parallel layout; training goes on bit for bit. Raises UserError."""
     try:
@@ -35,6 +39,7 @@ def load(policy: Policy, directory: Path) -> None:
     state = dist_checkpointing.load(_state(policy, loading=True), str(directory))
     policy.model.load_state_dict(state["model"])
     policy.optimizer.load_state_dict(state["optimizer"])
+    optimizer.set_adam_step(policy.optimizer, state["adam_step"])
     policy.model.weights_changed()
     policy.step = state["step"]
     torch.set_rng_state(state["rng"])
@@ -46,7 +51,9 @@ def _check(policy: Policy, common: dict[str, Any], directory: Path) -> None:
         ("plan digest", common["plan_digest"], policy.plan.digest),
     ):
         if saved != now:
-            raise UserError(f"checkpoint {directory}: was written with {what} {saved}, this run has {now}; resume as it was")
+            raise UserError(
+                f"checkpoint {directory}: written with {what} {saved}, this run has {now}; resume as it was"
+            )
 
 
 def _layout(policy: Policy) -> tuple[int, int, int]:
@@ -68,6 +75,7 @@ def _state(policy: Policy, loading: bool) -> dict[str, Any]:
         "model": model,
         "optimizer": policy.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
         "step": policy.step,
+        "adam_step": optimizer.adam_step(policy.optimizer),
         "layout": _layout(policy),
         "plan_digest": policy.plan.digest,
         "rng": ShardedObject("rng", torch.get_rng_state(), (world,), (rank,)),

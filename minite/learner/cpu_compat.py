@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
-import logging
 import re
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -41,7 +39,7 @@ class CpuCuda:
     """Stands in for ``torch.cuda`` inside megatron. Anything not listed here is the real ``torch.cuda``."""
 
     current_device = staticmethod(lambda: CPU)  # used as ``device=`` wherever a buffer is made
-    # One stream for all, so that megatron's "is this another stream?" is always no: token dispatcher, gradient reduction.
+    # One stream for all, so that "is this another stream?" is always no: token dispatcher, gradient reduction.
     Stream = Event = current_stream = default_stream = staticmethod(lambda *args, **kwargs: _STREAM)
     stream = staticmethod(lambda stream: contextlib.nullcontext())
     synchronize = empty_cache = staticmethod(lambda: None)  # checkpoint writer
@@ -109,23 +107,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install(device: str) -> None:
-    """Make the next ``import megatron.core`` fit for ``device`` ("cpu" or "cuda"). Call before megatron's first import."""
+    """Make megatron fit for ``device`` ("cpu" or "cuda"). Call before the first import of megatron in the process."""
     if device == "cuda" or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before minite.learner.cpu_compat.install")
     sys.meta_path.insert(0, _Finder())
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Import or build megatron objects without its notices (no Apex, no Transformer Engine, unknown MLP type)."""
-    logger = logging.getLogger("megatron")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

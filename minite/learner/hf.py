@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,17 +19,19 @@ FILE_BYTES = 4 << 30  # per safetensors file, as the hub's own checkpoints
 
 
 class HFReader:
-    """The tensors of a directory by name. Raises UserError for a path that holds none or misses one that is asked for."""
+    """The tensors of a directory by name. Raises UserError when it holds none, or not the one that is asked for."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise UserError(f"model.checkpoint: no *.safetensors file in {self.path}; expected a Hugging Face model directory")
+            raise UserError(
+                f"model.checkpoint: {self.path} has no *.safetensors file; give a Hugging Face model directory"
+            )
         try:
             self._files = {f: safe_open(f, framework="pt") for f in files}
         except SafetensorError as error:
-            raise UserError(f"model.checkpoint: {self.path} holds a damaged safetensors file ({error}); copy it again") from None
+            raise UserError(f"model.checkpoint: {self.path} has a damaged file ({error}); copy it again") from None
         self._home = {name: handle for handle in self._files.values() for name in handle.keys()}  # noqa: SIM118 not a dict
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -45,14 +48,16 @@ class HFReader:
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
-    """Random start of one HF parameter: 1 for norms, else normal(0, std), from (seed, name) and nothing else. float32."""
+    """Random start of one HF parameter, float32: 1 for norms, else normal(0, std) from (seed, name) and nothing else."""
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + int.from_bytes(name.encode(), "little") % (2**61 - 1))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def write(directory: str | Path, named: Iterable[tuple[str, Tensor]], ops: WeightMap, hf_config: dict, keep: bool) -> None:
+def write(
+    directory: str | Path, named: Iterable[tuple[str, Tensor]], ops: WeightMap, hf_config: dict[str, Any], keep: bool
+) -> None:
     """Write full megatron parameters as an HF directory. Where ``keep`` is False the parameters are only drained."""
     directory = Path(directory)
     index: dict[str, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import (
@@ -10,9 +12,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from minite.config.schema import LearnerConfig
 from minite.learner.model import PolicyModel
+from minite.learner.quiet import quiet
 
 
 def build(model: PolicyModel, config: LearnerConfig) -> tuple[DistributedDataParallel, MegatronOptimizer]:
@@ -41,17 +45,32 @@ def build(model: PolicyModel, config: LearnerConfig) -> tuple[DistributedDataPar
     return ddp, optimizer
 
 
-def reset(optimizer: MegatronOptimizer) -> None:
-    """Zero moments and step count. Megatron cannot write or read a checkpoint of an Adam that has no state yet."""
+def _adam_states(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
-            for p in group["params"]:
-                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                part.optimizer.state[p] = {"step": torch.zeros(()), **zeros}
+            yield from ((p, part.optimizer.state[p]) for p in group["params"])
+
+
+def reset(optimizer: MegatronOptimizer) -> None:
+    """Zero moments and step count. Megatron cannot write or read a checkpoint of an Adam that has no state yet."""
+    for p, state in _adam_states(optimizer):
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    set_adam_step(optimizer, 0)
+
+
+def adam_step(optimizer: MegatronOptimizer) -> int:
+    """Updates since ``reset``, as Adam's bias correction counts them."""
+    return max((int(state["step"]) for _, state in _adam_states(optimizer)), default=0)
+
+
+def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Needed after megatron read a checkpoint: it gives all parameters one and the same counter, with a stale value."""
+    for _, state in _adam_states(optimizer):
+        state["step"] = torch.tensor(float(step))
 
 
 def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
-    """Rate of update number ``step`` (from 0): linear warm-up over ``warmup_steps``, then linear to ``min_lr`` at the end."""
+    """Rate of update ``step`` (from 0): linear warm-up over ``warmup_steps``, then linear to ``min_lr`` at the end."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.min_lr is None:
@@ -60,6 +79,7 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
     return config.lr + (config.min_lr - config.lr) * min(1.0, done)
 
 
+@quiet()
 def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> float | None:
     """Reduce the accumulated gradients, clip, step. Returns the gradient norm before clipping.
 

@@ -64,7 +64,9 @@ def plan_microbatches(lengths: Sequence[int], limit: int, ranks: int) -> list[li
         rounds += 1
 
 
-def pack(batch: RolloutBatch, responses: Sequence[int], multiple: int, replay: bool, device: torch.device) -> Microbatch:
+def pack(
+    batch: RolloutBatch, responses: Sequence[int], multiple: int, replay: bool, device: torch.device
+) -> Microbatch:
     """The given responses of ``batch``, in the given order, on ``device``. No responses give one row of padding."""
     cu = batch.cu_seqlens_S1.tolist()
     source_n = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in responses] or [torch.zeros(0, dtype=torch.int64)])

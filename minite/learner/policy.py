@@ -1,4 +1,4 @@
-"""The policy under training: model, gradients, optimizer, and its ways in and out (export, Hugging Face, checkpoint)."""
+"""The policy under training: model, gradients, optimizer; and the ways in and out: export, Hugging Face, checkpoint."""
 
 from __future__ import annotations
 

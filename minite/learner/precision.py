@@ -50,7 +50,7 @@ class GroupedMatmul:
 
 
 def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch.distributed.ProcessGroup) -> None:
-    """Give every linear of ``model`` its part of the plan. Raises UserError where a fused matrix has mixed decisions."""
+    """Give every linear of ``model`` its part of the plan. Raises UserError where one matrix has mixed decisions."""
 
     def shared_max(amax: Tensor) -> Tensor:
         if tp_group.size() > 1:
@@ -84,8 +84,8 @@ def _alike(entries: list[PlanEntry]) -> PlanEntry:
     for e in entries[1:]:
         if (e.weight, e.input, e.dgrad, e.wgrad) != (first.weight, first.input, first.dgrad, first.wgrad):
             raise UserError(
-                f"precision.rules: {first.name} is {first.format} ({first.rule}) but {e.name} is {e.format} ({e.rule}), and "
-                "the learner computes them in one GEMM; give both the same format"
+                f"precision.rules: {first.name} is {first.format} ({first.rule}) but {e.name} is {e.format} ({e.rule}), "
+                "and the learner computes them in one GEMM; give both the same format"
             )
     return first
 
@@ -96,7 +96,7 @@ def _fused(plan: PrecisionPlan, names: list[str]) -> PlanEntry:
     if entries[0].weight.startswith("nvfp4") and len({e.group for e in entries} - {None}) != 1:
         leaves = ", ".join(name.rpartition(".")[2] for name in names)
         raise UserError(
-            f"precision.fused: {names[0]} and its siblings are quantized apart, but the learner holds them as one matrix; "
-            f"add [{leaves}] to precision.fused"
+            f"precision.fused: {names[0]} and its siblings are quantized apart, but the learner holds them as one "
+            f"matrix; add [{leaves}] to precision.fused"
         )
     return _alike(entries)

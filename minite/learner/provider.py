@@ -87,7 +87,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Columns of the weight are split over TP: x [T, 1, K / TP] -> [T, 1, N], summed over TP before its one rounding."""
+    """Columns of the weight are split over TP: x [T, 1, K / TP] -> [T, 1, N], summed over TP, then rounded once."""
 
     matmul: Matmul  # set by precision.bind
 

@@ -1,4 +1,4 @@
-"""One rank of the learner: batches in, log-probs, metrics and weights out. Plain class; the driver wraps it in an actor.
+"""One rank of the learner: batches in, log-probs, metrics and weights out. A plain class; the driver's actor wraps it.
 
 Every method is collective: all ranks call it with the same arguments. Each rank takes its share of the responses.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from minite.config import PrecisionPlan, RunConfig
 from minite.learner import cpu_compat
 from minite.learner.packing import Microbatch, pack, plan_microbatches
+from minite.learner.quiet import quiet
 from minite.losses.grpo import grpo_loss, mean_metrics
 from minite.types import RolloutBatch, WeightVersion
 
@@ -42,7 +43,7 @@ class LearnerWorker:
         self.config = run_config
         self.device = _device(run_config.learner.device, rank)
         cpu_compat.install(self.device.type)
-        with cpu_compat.quiet():
+        with quiet():
             # megatron enters the process here, once it is fit for the device
             from minite.learner import optimizer, parallel
             from minite.learner.policy import Policy
@@ -73,7 +74,7 @@ class LearnerWorker:
 
     @torch.no_grad()
     def logprobs(self, batch: RolloutBatch, which: str = "policy") -> tuple[Tensor, Tensor]:
-        """(logprob_T float64, entropy_T float32) of every token at the sampler's temperature, equal on all ranks. [nats]
+        """(logprob_T float64, entropy_T float32) of every token at the sampler's temperature, same on all ranks. [nats]
 
         ``which``: "policy" (now) or "ref" (the KL reference; kept only when algo.kl_coef > 0).
         """
@@ -90,7 +91,7 @@ class LearnerWorker:
         return shared[0].cpu(), shared[1].float().cpu()
 
     def train_step(self, batch: RolloutBatch, denominator: float) -> dict[str, float]:
-        """One optimizer step on a batch that has old_logprob_T and advantage_S. ``denominator``: its global loss tokens."""
+        """One optimizer step on a batch with old_logprob_T and advantage_S. ``denominator``: its global loss tokens."""
         if batch.old_logprob_T is None:
             raise ValueError("train_step needs batch.old_logprob_T")
         algo, old = self.config.algo, batch.old_logprob_T
