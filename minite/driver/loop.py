@@ -1,0 +1,216 @@
+"""The run: sample, score, correct, train, sync, measure, save. `Run.train_step` is the whole algorithm on one screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minite.config import PrecisionPlan, RunConfig, resolve_plan
+from minite.diagnostics.gap import gap_metrics, gap_summary
+from minite.driver import checkpoint, rundir, warm_start
+from minite.driver.actors import LearnerGroup, SamplerPool, Slot, cluster
+from minite.driver.metrics import MetricsWriter
+from minite.driver.progress import ProgressView
+from minite.driver.rollout import Rollouts
+from minite.driver.tokenizer import make_tokenizer
+from minite.errors import UserError
+from minite.losses.correction import CorrectionOutput, correct
+from minite.losses.triage_state import TriageState
+from minite.types import RolloutBatch
+
+
+def train(config: RunConfig, run_dir: Path) -> None:
+    """Run a recipe from its warm start into a new run directory. Raises UserError."""
+    plan = resolve_plan(config)
+    make_tokenizer(config)  # a vocabulary that does not fit is better said before anything is written
+    rundir.create(run_dir, config, plan)
+    _go(config, plan, run_dir, None)
+
+
+def resume(run_dir: Path, overrides: Sequence[str] = ()) -> None:
+    """Go on from the newest valid checkpoint of a run directory, or from its start when there is none yet."""
+    config, plan = rundir.load(run_dir, overrides)
+    folder, damaged = checkpoint.newest_valid(run_dir)
+    for line in damaged:
+        print(f"damaged checkpoint {line}")
+    if folder is None and damaged:
+        raise UserError(f"{run_dir}: every checkpoint is damaged; start a new run, or put one back from a copy")
+    print(f"resuming {run_dir} " + (f"from {folder.name}" if folder else "from its start: there is no checkpoint yet"))
+    _go(config, plan, run_dir, folder)
+
+
+def _go(config: RunConfig, plan: PrecisionPlan, run_dir: Path, folder: Path | None) -> None:
+    """Everything between opening a run and closing it; ``folder``: the checkpoint to go on from."""
+    view = ProgressView(config.name, config.driver.steps)
+    after_step = checkpoint.step_of(folder) if folder else -1
+    with (
+        MetricsWriter(run_dir, view, tensorboard=config.driver.tensorboard, after_step=after_step) as metrics,
+        cluster(config) as slot,
+    ):
+        if rundir.start_weights(run_dir, config) is None:
+            warm_start.prepare(config, run_dir, make_tokenizer(config), slot, view.note)
+        run = Run(config, plan, run_dir, slot, metrics, view)
+        run.restore(folder) if folder else run.begin()
+        run.loop()
+        view.note(f"done: {run_dir}; see it with: minite report {run_dir}")
+
+
+class Run:
+    """A run in progress. All its state is in `_state` and in the learner's checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: PrecisionPlan,
+        run_dir: Path,
+        slot: Slot,
+        metrics: MetricsWriter,
+        view: ProgressView,
+    ) -> None:
+        self.config, self.plan, self.run_dir, self.metrics, self.view = config, plan, run_dir, metrics, view
+        self.learners = LearnerGroup(config, plan, slot)
+        self.samplers = SamplerPool(config, plan, slot)
+        self.rollouts = Rollouts(config, plan.digest, self.samplers, make_tokenizer(config))
+        self.triage = TriageState()
+        self.step = 0
+        self.values: dict[str, float] = {}  # metrics of the step in progress
+        start = rundir.start_weights(run_dir, config)
+        if start is not None:
+            self.learners.load_hf(start)
+
+    def begin(self) -> None:
+        """Step 0: the first sync, and what the policy can do before any training."""
+        self._sync()
+        self._evaluate()
+        self._write_metrics()
+
+    def loop(self) -> None:
+        while self.step < self.config.driver.steps:
+            self.train_step()
+
+    def train_step(self) -> None:
+        started = time.perf_counter()
+        with self._timed("rollout"):
+            rollout = self.rollouts.next()
+            batch = rollout.batch
+            self.values |= rollout.metrics
+        with self._timed("logprob"):
+            batch.old_logprob_T, entropy_T = self.learners.logprobs(batch)
+        verdict = self._correct(batch, entropy_T)
+        with self._timed("train"):
+            if not (verdict.unhealthy and self.config.correction.unhealthy == "skip"):
+                self._optimize(batch)
+        self.step += 1
+        with self._timed("sync"):
+            self._sync()
+        self.values["sync/seconds"] = self.values["time/sync"]
+        if self._due(self.config.driver.eval_every):
+            with self._timed("eval"):
+                self._evaluate()
+        self.values["time/step"] = time.perf_counter() - started
+        self._write_metrics()  # before the checkpoint: a kill between the two must not lose the line
+        if self._due(self.config.driver.checkpoint_every):
+            with self._timed("checkpoint"):  # counted in the next step's line
+                self._save()
+
+    def _correct(self, batch: RolloutBatch, entropy_T: torch.Tensor) -> CorrectionOutput:
+        """Measure the gap and weigh each token by it."""
+        assert batch.old_logprob_T is not None
+        advantage_T, mask_T = batch.advantage_S[batch.sequence_T], batch.loss_mask_T
+        gap = gap_summary(batch.old_logprob_T, batch.sampler_logprob_T, advantage_T, mask_T)
+        verdict = correct(
+            self.config.correction,
+            batch.old_logprob_T,
+            batch.sampler_logprob_T,
+            advantage_T,
+            mask_T,
+            batch.sequence_T,
+            self.triage,
+        )
+        batch.weight_T = verdict.weight_T
+        lag_S = self.step - batch.weight_step_S
+        self.values |= gap_metrics(gap) | verdict.metrics
+        self.values |= {
+            "entropy/mean": float(entropy_T[mask_T].mean()),
+            "policy_lag/max": float(lag_S.max()),
+            "correction/unhealthy": float(verdict.unhealthy),
+        }
+        if verdict.unhealthy:
+            self._unhealthy(verdict)
+        return verdict
+
+    def _unhealthy(self, verdict: CorrectionOutput) -> None:
+        limit, choice = self.config.correction.max_dropped_frac, self.config.correction.unhealthy
+        line = f"step {self.step + 1}: the correction dropped {verdict.dropped_frac:.0%} of the tokens, above {limit:.0%}"
+        if choice == "stop":
+            raise UserError(
+                f"{line}; stopped as correction.unhealthy says. The newest checkpoint is intact: see docs/triage.md, "
+                f"then 'minite resume {self.run_dir}' with other correction settings"
+            )
+        self.view.note(f"{line}; {'the step is skipped' if choice == 'skip' else 'going on'}")
+
+    def _optimize(self, batch: RolloutBatch) -> None:
+        """One optimizer step per minibatch; the metrics are their means."""
+        parts = torch.arange(batch.num_sequences).chunk(self.config.algo.minibatches)
+        for index_S in parts:
+            part = batch if len(parts) == 1 else batch.select(index_S)
+            for key, value in self.learners.train_step(part, float(part.loss_mask_T.sum())).items():
+                self.values[key] = self.values.get(key, 0.0) + value / len(parts)
+
+    def _sync(self) -> None:
+        """Learner weights to every sampler, verified there; the samplers refuse to go on with any other bytes."""
+        buckets, version = self.learners.export()
+        self.samplers.update(buckets, version)
+        self.rollouts.version = version
+
+    def _evaluate(self) -> None:
+        self.values["accuracy/heldout"] = self.rollouts.evaluate()
+
+    def _save(self) -> None:
+        self.rollouts.settle()
+        checkpoint.write_checkpoint(self.run_dir, self.step, self.learners.save, self._state())
+        checkpoint.prune(self.run_dir, self.config.driver.checkpoints_kept)
+
+    def _state(self) -> dict[str, Any]:
+        assert self.rollouts.version is not None
+        return {
+            "step": self.step,
+            "weight_digest": self.rollouts.version.weight_digest,
+            "plan_digest": self.plan.digest,
+            "triage": self.triage.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
+        }
+
+    def restore(self, folder: Path) -> None:
+        """Everything as it was when ``folder`` was written, and proof that the weights are."""
+        state = checkpoint.read_state(folder)
+        self.learners.load(folder)
+        self.step = state["step"]
+        self.triage.load_state_dict(state["triage"])
+        self._sync()
+        assert self.rollouts.version is not None
+        if self.rollouts.version.weight_digest != state["weight_digest"]:
+            raise UserError(
+                f"{folder}: the weights restored from it have digest {self.rollouts.version.weight_digest[:12]}, it was "
+                f"written with {state['weight_digest'][:12]}; remove this checkpoint and resume from an older one"
+            )
+        self.rollouts.load_state_dict(state["rollouts"])
+
+    def _due(self, every: int) -> bool:
+        """True at multiples of ``every`` and at the end; 0 = never."""
+        return every > 0 and (self.step % every == 0 or self.step == self.config.driver.steps)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.values[f"time/{phase}"] = time.perf_counter() - start
+
+    def _write_metrics(self) -> None:
+        self.metrics.write(self.step, self.values)
+        self.values = {}

@@ -1,0 +1,133 @@
+"""From prompts to the batch that the learner trains on, and the held-out check. With ``ahead`` the next rollout is
+sampled while the learner trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import ray
+
+from minite.config import RunConfig
+from minite.driver.actors import SamplerPool
+from minite.driver.buffer import RolloutBuffer, pack, request_id
+from minite.driver.data import Example, Prompt, PromptStream, load_task, reward
+from minite.driver.tokenizer import Tokenizer
+from minite.losses.advantage import group_advantage
+from minite.sampler.engine import Completion, Request, SamplingParams
+from minite.types import RolloutBatch, WeightVersion
+
+
+@dataclass
+class Rollout:
+    """What one training step consumes."""
+
+    batch: RolloutBatch  # advantages filled; old_logprob_T and weight_T not yet
+    metrics: dict[str, float]
+
+
+class Rollouts:
+    """The stream of rollouts of a run. ``version`` must be set, by whoever syncs, before the first one."""
+
+    def __init__(self, config: RunConfig, plan_digest: str, samplers: SamplerPool, tokenizer: Tokenizer) -> None:
+        task = load_task(config, tokenizer)
+        self._config, self._samplers, self._tokenizer = config, samplers, tokenizer
+        self._plan_digest = plan_digest
+        self._heldout = task.heldout
+        self._stream = PromptStream(task.train, tokenizer, config.seed)
+        self._buffer = RolloutBuffer(config.algo.group_size, config.algo.drop_flat_groups, plan_digest)
+        self._draft: _Draft | None = None  # being sampled
+        self._settled: Rollout | None = None  # sampled before its turn, for a checkpoint
+        self.version: WeightVersion | None = None
+
+    def next(self) -> Rollout:
+        """The next rollout. With ``driver.ahead`` the one after it starts sampling, with the present weights."""
+        rollout = self._settled or self._finish(self._draft or self._start(self._config.algo.prompts_per_step))
+        self._settled = self._draft = None
+        if self._config.driver.ahead:
+            self._draft = self._start(self._config.algo.prompts_per_step)
+        return rollout
+
+    def evaluate(self) -> float:
+        """Share of the held-out questions answered rightly."""
+        params = replace(self._sampling(), temperature=self._config.driver.eval_temperature, top_p=1.0, top_k=0)
+        groups = []
+        for i, example in enumerate(self._heldout):
+            tokens = tuple(self._tokenizer.encode(example.prompt))
+            seeded = replace(params, seed=_seed(self._config.seed, "heldout", i, 0))
+            groups.append([Request(f"heldout.{i:06d}", tokens, seeded)])
+        completions = self._samplers.collect(self._samplers.submit(groups))
+        scores = [self._score(e, c) for e, c in zip(self._heldout, completions, strict=True)]
+        return sum(scores) / len(scores)
+
+    def _start(self, count: int) -> _Draft:
+        assert self.version is not None, "sync before the first rollout"
+        prompts = self._stream.take(count)
+        self._buffer.issue(prompts)
+        return _Draft(self._samplers.submit([self._requests(p) for p in prompts]), self.version.step)
+
+    def _finish(self, draft: _Draft) -> Rollout:
+        """Wait for a draft; replace groups without a signal by new prompts, ``max_resample`` times at most."""
+        algo = self._config.algo
+        self._collect(draft)
+        for _ in range(algo.max_resample if algo.drop_flat_groups else 0):
+            missing = algo.prompts_per_step - self._buffer.ready
+            if missing == 0:
+                break
+            self._collect(self._start(missing))
+        groups, metrics = self._buffer.take(algo.prompts_per_step)
+        batch = pack(groups, self._plan_digest)
+        batch.advantage_S = group_advantage(batch.reward_S, batch.group_S, algo.normalize_std)
+        responses = [c for g in groups for c in g.completions]
+        metrics["response/length_mean"] = sum(len(c.tokens) for c in responses) / len(responses)
+        metrics["response/cut_frac"] = sum(c.finish_reason == "length" for c in responses) / len(responses)
+        return Rollout(batch, metrics)
+
+    def _collect(self, draft: _Draft) -> None:
+        completions = self._samplers.collect(draft.refs)
+        self._buffer.add(completions, lambda p, c: self._score(p.example, c), draft.weight_step)
+
+    def _score(self, example: Example, completion: Completion) -> float:
+        """A response that never ended is wrong, whatever it starts with."""
+        if completion.finish_reason != "stop":
+            return 0.0
+        return reward(self._tokenizer.decode(completion.tokens), example.answer)
+
+    def _requests(self, prompt: Prompt) -> list[Request]:
+        params, run_seed = self._sampling(), self._config.seed
+        return [
+            Request(request_id(prompt.id, i), prompt.tokens, replace(params, seed=_seed(run_seed, "train", prompt.id, i)))
+            for i in range(self._config.algo.group_size)
+        ]
+
+    def _sampling(self) -> SamplingParams:
+        s = self._config.sampler
+        return SamplingParams(s.max_new_tokens, s.temperature, s.top_p, s.top_k, (self._tokenizer.eos_id,))
+
+    def settle(self) -> None:
+        """Wait for what is being sampled and keep it for its turn, so that `state_dict` can hold it."""
+        if self._draft is not None:
+            self._settled, self._draft = self._finish(self._draft), None
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._draft is None, "settle first"
+        return {"stream": self._stream.state_dict(), "buffer": self._buffer.state_dict(), "settled": self._settled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stream.load_state_dict(state["stream"])
+        self._buffer.load_state_dict(state["buffer"])
+        self._settled = state["settled"]
+
+
+@dataclass
+class _Draft:
+    refs: list[ray.ObjectRef]
+    weight_step: int
+
+
+def _seed(run_seed: int, purpose: str, prompt: int, sample: int) -> int:
+    """A request's own seed: the same after a resume, whatever was sampled before."""
+    text = f"{run_seed}|{purpose}|{prompt}|{sample}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,68 @@
+"""The directory that a run lives in: everything needed to go on with it is inside.
+
+    RUN/config.json  plan.json  metrics.jsonl  checkpoints/  start/ (weights the run began with)  report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minite.config import PrecisionPlan, RunConfig, config_from_dict, config_to_dict, resolve_plan
+from minite.errors import UserError
+
+CONFIG, PLAN, START = "config.json", "plan.json", "start"
+
+
+def create(run_dir: Path, config: RunConfig, plan: PrecisionPlan) -> None:
+    """Make a new run directory. Raises UserError when there is something in it already."""
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UserError(
+            f"run directory {run_dir} is not empty: go on with 'minite resume {run_dir}' or give another --run-dir"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write(run_dir / CONFIG, config_to_dict(config))
+        _write(run_dir / PLAN, plan.to_json())
+    except OSError as error:
+        raise UserError(f"run directory {run_dir} cannot be written: {error}; give another --run-dir") from None
+
+
+def load(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, PrecisionPlan]:
+    """The configuration of a run, with ``-o`` overrides, and its plan. The plan must still be the one it began with."""
+    data, saved = _read(run_dir, CONFIG), _read(run_dir, PLAN)
+    config = config_from_dict(data, str(run_dir / CONFIG), overrides)
+    plan = resolve_plan(config)
+    if plan.digest != saved["digest"]:
+        raise UserError(
+            f"{run_dir}: the plan now resolves to digest {plan.digest[:12]}, the run began with "
+            f"{saved['digest'][:12]}: a run keeps its precision; start a new run to change it"
+        )
+    return config, plan
+
+
+def start_weights(run_dir: Path, config: RunConfig) -> Path | None:
+    """The weights that the run began with; None = random ones, made from the seed."""
+    if (run_dir / START).is_dir():
+        return run_dir / START
+    return Path(config.model.checkpoint) if config.model.checkpoint else None
+
+
+def _read(run_dir: Path, name: str) -> Any:
+    path = run_dir / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{run_dir} is not a run directory: no {name}; expected what 'minite train' made") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+
+
+def _write(path: Path, data: Any) -> None:
+    """Whole or not at all, also when the process dies meanwhile."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(data, indent=1) if not isinstance(data, str) else data, encoding="utf-8")
+    os.replace(aside, path)
