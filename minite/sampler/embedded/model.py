@@ -101,10 +101,9 @@ class Model:
         q, k, v = qkv.split(heads, dim=1)
         return q, k, v
 
-    def _linear(self, gemms: list[Linear], x_MK: Tensor) -> Tensor:
-        a_MK = self.backend.quantize(x_MK, gemms[0].input_operand)  # fused linears share their input
-        outputs = [self.backend.gemm(a_MK, gemm.prepared, self.dtype) for gemm in gemms]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    def _linear(self, linear: Linear, x_MK: Tensor) -> Tensor:
+        a_MK = self.backend.quantize(x_MK, linear.input_operand)
+        return self.backend.gemm(a_MK, linear.prepared, self.dtype)
 
     def _moe(self, layer: Layer, h_TH: Tensor) -> tuple[Tensor, Tensor]:
         config, strict = self.config, self.strict
@@ -114,7 +113,6 @@ class Model:
         y_RH = self._experts(layer.down, ops.swiglu(gate_up_R2I, strict), rows_E)
         return ops.moe_combine(y_RH, prob_Tk.flatten()[slot_R], token_R, len(h_TH), strict), expert_Tk
 
-    def _experts(self, gemms: list[Linear], x_RK: Tensor, rows_E: Tensor) -> Tensor:
-        a_RK = self.backend.quantize(x_RK, gemms[0].input_operand)
-        outputs = [self.backend.grouped_gemm(a_RK, gemm.prepared, rows_E, self.dtype) for gemm in gemms]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    def _experts(self, linear: Linear, x_RK: Tensor, rows_E: Tensor) -> Tensor:
+        a_RK = self.backend.quantize(x_RK, linear.input_operand)
+        return self.backend.grouped_gemm(a_RK, linear.prepared, rows_E, self.dtype)

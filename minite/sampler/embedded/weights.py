@@ -7,7 +7,6 @@ copy, and what is digested is what is computed with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from minite.backends.base import Backend
 from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.schema import ModelConfig
-from minite.errors import UserError
 from minite.sync.errors import SyncError
 from minite.sync.stored import MODEL_DTYPES, from_parts, stored_model, stored_parts
 from minite.sync.verify import Digest, combine, dtype_name, first_difference
@@ -25,14 +23,9 @@ class Linear:
     """One GEMM: fused linears stacked along N, for one matrix [N, K] or for the experts of a layer [E, N, K]."""
 
     def __init__(self, experts: list[list[PlanEntry]], grouped: bool, dtype: torch.dtype, device: torch.device) -> None:
-        """experts: the fused members of each expert; a plain linear is one expert with ``grouped`` False."""
+        """experts: the fused members of each expert, which the plan decides alike; ``grouped`` False: one matrix."""
         members = experts[0]
         self.grouped, self.weight_operand, self.input_operand = grouped, members[0].weight, members[0].input
-        if any((e.weight, e.input) != (self.weight_operand, self.input_operand) for row in experts for e in row):
-            raise UserError(
-                f"{members[0].name}: the built-in sampler computes all experts of a layer in one GEMM, but the plan "
-                "gives them different formats; use one rule for all of them"
-            )
         self.buffers: dict[str, Tensor] = {}  # suffix -> [E, sum of N, ..]; weight_amax [E, members]
         self.views: dict[str, Tensor] = {}  # sent name -> its place
         rows = sum(e.n for e in members)
@@ -81,14 +74,13 @@ class Weights:
             self.views[name] = torch.zeros(stored.shape, dtype=stored.dtype, device=self.device)
         return self.views[name]
 
-    def linear(self, *names: str) -> list[Linear]:
-        """The GEMMs of linears that read one input: one for all, unless their outer scales are separate."""
-        return [self._add([run], grouped=False) for run in self._runs(names)]
+    def linear(self, *names: str) -> Linear:
+        """One GEMM for linears that read one input; they are a fusion group if there are several."""
+        return self._add([names], grouped=False)
 
-    def expert_linear(self, experts: Iterable[tuple[str, ...]]) -> list[Linear]:
-        """The grouped GEMMs of one layer's experts; each item names the fused linears of one expert."""
-        by_expert = [self._runs(names) for names in experts]
-        return [self._add([runs[i] for runs in by_expert], grouped=True) for i in range(len(by_expert[0]))]
+    def expert_linear(self, experts: Iterable[tuple[str, ...]]) -> Linear:
+        """One grouped GEMM for a layer's experts; each item names the fused linears of one expert."""
+        return self._add(experts, grouped=True)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors to their places. An unknown name, a wrong shape or dtype, or a second arrival is a SyncError."""
@@ -126,17 +118,9 @@ class Weights:
             )
         return held
 
-    def _runs(self, names: Iterable[str]) -> list[list[PlanEntry]]:
-        """Neighbouring linears that can be one GEMM: same operands, and one outer scale if they are quantized."""
-
-        def key(entry: PlanEntry) -> tuple[str, ...]:
-            scale = (entry.group or entry.name) if entry.weight != "bf16" else ""
-            return entry.weight, entry.input, scale
-
-        return [list(run) for _, run in groupby((self.plan[name] for name in names), key)]
-
-    def _add(self, experts: list[list[PlanEntry]], grouped: bool) -> Linear:
-        linear = Linear(experts, grouped, self.dtype, self.device)
+    def _add(self, experts: Iterable[tuple[str, ...]], grouped: bool) -> Linear:
+        entries = [[self.plan[name] for name in names] for names in experts]
+        linear = Linear(entries, grouped, self.dtype, self.device)
         self.views |= linear.views
         self.linears.append(linear)
         return linear

@@ -1,0 +1,99 @@
+"""The engine against transformers, and against itself with other precision."""
+
+import pytest
+import torch
+from tiny_engine import DENSE, MOE, SIZES, config, engine, random_weights, requests
+
+LOGPROB_HF = 1e-5  # FP32 on both sides, two layers; measured 2e-6
+FP8_KV_BAND = (2e-4, 0.3)  # mean |change| of a log-prob [nats]; measured 0.02
+
+
+@pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
+def test_logprobs_equal_those_of_transformers(model):
+    cfg = config(model, dtype="fp32")
+    reference = hf_model(model)
+    weights = random_weights(cfg)
+    load_hf(reference, weights)
+    done = engine(cfg).generate(requests(10, seed=1))
+    for c in done:
+        ids = torch.tensor([c.prompt_tokens + tuple(c.tokens)])
+        with torch.no_grad():
+            logprob_TV = reference(ids).logits[0].double().log_softmax(-1)
+        at = len(c.prompt_tokens) - 1
+        wanted = logprob_TV[at:-1].gather(-1, torch.tensor(c.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(c.logprobs, dtype=torch.float64), wanted, rtol=0, atol=LOGPROB_HF)
+
+
+def hf_model(model: dict) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shared = {
+        "hidden_size": SIZES["hidden_size"], "num_hidden_layers": SIZES["num_layers"],
+        "num_attention_heads": SIZES["num_heads"], "num_key_value_heads": SIZES["num_kv_heads"],
+        "head_dim": SIZES["head_dim"], "vocab_size": SIZES["vocab_size"], "max_position_embeddings": 64,
+        "rope_theta": SIZES["rope_theta"], "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+    }  # fmt: skip
+    if model is DENSE:
+        return Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=model["intermediate_size"])).eval().float()
+    moe = Qwen3MoeConfig(
+        **shared, num_experts=model["num_experts"], num_experts_per_tok=model["experts_per_token"],
+        moe_intermediate_size=model["moe_intermediate_size"], norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(moe).eval().float()
+
+
+def load_hf(reference: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Load HF-named weights; transformers 5 keeps the experts of a layer in two stacked parameters."""
+    state = {k: v for k, v in weights.items() if ".experts." not in k}
+    for layer in range(SIZES["num_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        if f"{prefix}.gate_up_proj" in reference.state_dict():
+            ids = range(MOE["num_experts"])
+            state[f"{prefix}.gate_up_proj"] = torch.stack(
+                [torch.cat([weights[f"{prefix}.{e}.{x}_proj.weight"] for x in ("gate", "up")]) for e in ids]
+            )
+            state[f"{prefix}.down_proj"] = torch.stack([weights[f"{prefix}.{e}.down_proj.weight"] for e in ids])
+    missing, unexpected = reference.load_state_dict(state, strict=False)
+    assert not missing and not unexpected
+
+
+def mean_change(a, b) -> float:
+    """Mean |log-prob difference| of the first sampled token, whose context is the same on both sides. [nats]"""
+    pairs = [(x.logprobs[0], y.logprobs[0]) for x, y in zip(a, b, strict=True) if x.tokens[0] == y.tokens[0]]
+    assert len(pairs) > 20
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)
+
+
+def test_fp8_kv_cache_changes_logprobs_a_little():
+    wanted = requests(60, seed=2, max_new_tokens=1)
+    exact = engine(config(DENSE, alignment="off")).generate(wanted)
+    cached = engine(config(DENSE, alignment="off", kv_cache="fp8")).generate(wanted)
+    low, high = FP8_KV_BAND
+    assert low < mean_change(exact, cached) < high
+
+
+def test_fp8_kv_cache_is_the_same_for_prefill_and_decode():
+    """A prefill attends to what it stored: continuing a request equals prefilling what it had generated."""
+    e = engine(config(MOE, alignment="off", kv_cache="fp8", dtype="fp32"))
+    r = requests(1, seed=3, max_new_tokens=6, temperature=0.0)[0]
+    whole = e.generate([r])[0]
+    longer = type(r)("longer", r.prompt_tokens + tuple(whole.tokens[:5]), type(r.params)(1, temperature=0.0))
+    again = e.generate([longer])[0]
+    assert again.tokens == whole.tokens[5:]
+    assert again.logprobs[0] == pytest.approx(whole.logprobs[5], abs=1e-4)  # FP32 sums, and an E4M3 code may flip
+
+
+def test_bf16_lm_head_rounds_the_logits():
+    wanted = requests(30, seed=4, max_new_tokens=1)
+    wide = engine(config(DENSE, alignment="off")).generate(wanted)
+    rounded = engine(config(DENSE, alignment="off", lm_head_dtype="bf16")).generate(wanted)
+    assert 1e-4 < mean_change(wide, rounded) < 0.05
+
+
+def test_tied_embeddings():
+    cfg = config({**DENSE, "tie_word_embeddings": True})
+    e = engine(cfg)
+    assert e.model.lm_head is e.model.embedding and "lm_head.weight" not in e.model.weights.views
+    assert len(e.generate(requests(3))) == 3
