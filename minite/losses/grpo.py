@@ -33,7 +33,7 @@ def grpo_loss(
     advantage_T: Tensor,
     mask_T: Tensor,
     weight_T: Tensor | None,
-    denominator: int,
+    denominator: float,
     config: AlgoConfig,
     ref_logprob_T: Tensor | None = None,
     entropy_T: Tensor | None = None,

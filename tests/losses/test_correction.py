@@ -146,6 +146,14 @@ def test_renormalize_divides_by_the_kept_weight():
     assert nothing_left.weight_T.tolist() == [0.0]
 
 
+def test_renormalization_does_not_see_the_order_of_tokens():
+    """In doubles, where a plain sum would; the weights handed out are rounded to float32 after it."""
+    weight_N = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
+    assert float(weight_N.sum()) != float(weight_N[order].sum())
+    assert torch.equal(correction._to_mean_one(weight_N)[order], correction._to_mean_one(weight_N[order]))
+
+
 def test_weights_are_constants_and_inputs_stay_untouched():
     batch = random_batch(8)
     before = [value.clone() for value in batch.args()]
