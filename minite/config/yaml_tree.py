@@ -33,27 +33,27 @@ class Value:
         return self.data
 
 
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """PyYAML's table of plain scalars: first character -> [(tag, pattern)]. It tests prefixes, so patterns end the text."""
+    number = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"
+    kinds = (
+        ("null", r"~|null|Null|NULL", "~nN"),
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+        ("float", number, "-+.0123456789"),
+    )
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {"": [("tag:yaml.org,2002:null", re.compile(r"\Z"))]}
+    for tag, pattern, first in kinds:
+        for character in first:
+            entry = (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
+            table.setdefault(character, []).append(entry)
+    return table
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalar rules of YAML 1.2 (core schema), plus ``_`` between digits."""
+    """SafeLoader with the plain scalars of YAML 1.2 (core schema), plus ``_`` between digits."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # own table, not the inherited one
-
-
-def _plain_scalar(tag: str, pattern: str, first: str) -> None:
-    """Read a plain scalar that fits the whole pattern as ``tag``; ``first``: the characters it may begin with."""
-    # PyYAML only tests a prefix, hence \Z
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), [*first] or [""])
-
-
-_plain_scalar("null", "", "")
-_plain_scalar("null", "~|null|Null|NULL", "~nN")
-_plain_scalar("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
-_plain_scalar("int", r"[-+]?[0-9][0-9_]*", "-+0123456789")
-_plain_scalar(
-    "float",
-    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
-    "-+.0123456789",
-)
+    yaml_implicit_resolvers = _resolvers()
 
 
 def parse_yaml(text: str, file: str, source: str | None = None) -> Value:
