@@ -9,28 +9,23 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the low 3 bits of a
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
-_EXPONENT_BITS = 0x7F800000
-_ONE_BITS = 0x3F800000
-_FOUR_BITS = 0x40800000
-
 
 def e2m1_code(y: Tensor) -> Tensor:
     """E2M1 codes 0..15 of float32 values, as ``cvt.rn.satfinite.e2m1x2.f32`` gives them. uint8, same shape.
 
     Ties go to the even code, beyond 6 saturates, NaN gives 7, -0 and what rounds to it give 8.
 
-    E2M1 steps by p/2 in [p, 2p), with p = 1 also below 1. Adding 2^22 p, whose float32 spacing is p/2, makes the
-    adder itself do the one rounding; the low bits of the sum then count the steps.
+    The code of an E2M1 magnitude m is 2m up to 2, m + 2 up to 4, m/2 + 4 up to 6: concave, so the least of the three.
+    Rounding to nearest even is monotone and an even offset keeps it, so each branch may be rounded by itself, where
+    scaling by 2 is exact and nothing but the one rounding happens.
     """
     y = y.nan_to_num(nan=E2M1_MAX, posinf=E2M1_MAX, neginf=-E2M1_MAX)
-    magnitude = y.abs().clamp_(max=E2M1_MAX)
-    octave = (magnitude.view(torch.int32) & _EXPONENT_BITS).clamp_(_ONE_BITS, _FOUR_BITS)  # bits of p in {1, 2, 4}
-    shifter = octave.add_(22 << 23).view(torch.float32)
-    sum_bits = magnitude.add_(shifter).view(torch.int32)
-    # count of steps (0..4), plus 2 for each octave: twice the exponent field of the sum, which is 149 for p = 1
-    code = (sum_bits & 7).add_(sum_bits >> 22).sub_(2 * 149)
     sign = (y.view(torch.int32) >> 28).bitwise_and_(8)
-    return code.bitwise_or_(sign).to(torch.uint8)
+    magnitude = y.abs_().clamp_(max=E2M1_MAX)
+    code = (magnitude * 2).round_()
+    torch.minimum(code, magnitude.round().add_(2), out=code)
+    torch.minimum(code, magnitude.mul_(0.5).round_().add_(4), out=code)
+    return sign.bitwise_or_(code.to(torch.int32)).to(torch.uint8)
 
 
 def e4m3(x: Tensor) -> Tensor:
