@@ -1,15 +1,18 @@
 """Packaging. Tool settings (ruff, mypy, pytest, coverage) are in pyproject.toml; tested versions in constraints.txt."""
 
+import re
 from glob import glob
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
+VERSION = re.search(r'__version__ = "(.+)"', Path("minite/__init__.py").read_text())[1]
 SGLANG = ["sglang>=0.5.15"]
 HF = ["transformers>=5.0"]
 
 setup(
     name="minite",
-    version="0.1.0",
+    version=VERSION,
     description="Native NVFP4 (W4A4) reinforcement learning: one precision plan for the learner and the sampler",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",

@@ -14,14 +14,15 @@ die() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${MINITE_PYTHON:-python3 python3.12 python3.11}; do
+    local candidate candidates=(python3 python3.12 python3.11)
+    [ -z "${MINITE_PYTHON:-}" ] || candidates=("$MINITE_PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    die "no Python 3.11 or 3.12 among: ${MINITE_PYTHON:-python3 python3.12 python3.11}; name one with MINITE_PYTHON"
+    die "no Python 3.11 or 3.12 among: ${candidates[*]}; name one with MINITE_PYTHON"
 }
 
 make_environment() {
