@@ -186,7 +186,8 @@ def _times_blocks(values: Tensor, factor: Tensor) -> Tensor:
 def _code_values(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """E2M1 values [.., K] of packed codes. One table look-up per byte fetches both values."""
     table = _byte_table(packed.device, dtype)
-    return table.index_select(0, packed.flatten().to(torch.int32)).view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    pairs = table.index_select(0, packed.flatten().to(torch.int32))
+    return pairs.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 @lru_cache(maxsize=8)
