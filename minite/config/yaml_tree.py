@@ -34,7 +34,7 @@ class Value:
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """PyYAML's table of plain scalars: first character -> [(tag, pattern)]. It tests prefixes, so patterns end the text."""
+    """PyYAML's table of plain scalars: first character -> [(tag, pattern)]. PyYAML tests prefixes, so patterns end."""
     number = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"
     kinds = (
         ("null", r"~|null|Null|NULL", "~nN"),
