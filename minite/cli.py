@@ -89,8 +89,15 @@ def convert(args: argparse.Namespace) -> int:
     from minite.config import load_recipe
     from minite.sync import modelopt
 
-    modelopt.convert(args.source, args.target, load_recipe(args.recipe, args.override), args.to)
+    modelopt.convert(args.source, args.target, load_recipe(args.recipe, args.override), args.to, _tell_tenths)
+    print(args.target)
     return 0
+
+
+def _tell_tenths(done: int, total: int) -> None:
+    """Ten lines of progress on stderr, however many tensors there are."""
+    if done * 10 // total > (done - 1) * 10 // total:
+        print(f"{done} of {total} tensors", file=sys.stderr)
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -124,6 +124,24 @@ def test_resume_passes_run_and_overrides(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [(Path("runs/a"), ("driver.steps=9",))]
 
 
+def test_convert_passes_directories_recipe_and_format(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def convert(source: Path, target: Path, config: Any, to: str, progress: Any) -> None:
+        seen.append((source, target, config.name, to))
+        for done in range(1, 37):
+            progress(done, 36)
+
+    monkeypatch.setattr("minite.sync.modelopt.convert", convert)
+    assert cli.main(["convert", "a", "b", "--recipe", TINY, "--to", "bf16"]) == 0
+    assert seen == [(Path("a"), Path("b"), "tiny_qwen3_moe_w4a4_grpo", "bf16")]
+    shown = capsys.readouterr()
+    assert shown.out == "b\n"
+    assert len(shown.err.splitlines()) == 10 and shown.err.endswith("36 of 36 tensors\n")
+
+
 def test_report_prints_the_page_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n{"step": 1, "reward/mean": 0.75}\n')
     assert cli.main(["report", str(tmp_path)]) == 0
