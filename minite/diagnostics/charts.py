@@ -30,7 +30,9 @@ LEARNING, GAP, CORRECTION, TIME = "Learning", "Log-prob gap (learner - sampler)"
 
 # A time/<phase> key that is not a phase of its own but the sum of them.
 TIME_TOTAL = "time/step"
-PHASE_COLORS = ("blue", "orange", "aqua", "yellow", "magenta", "green", "violet", "red")
+# From the bottom of the stack up; phases of other names follow in the colours left.
+PHASES = {"rollout": "blue", "logprob": "orange", "train": "aqua", "sync": "yellow", "eval": "magenta"}
+OTHER_COLORS = ("green", "violet", "red")
 
 CHARTS: tuple[Chart, ...] = (
     Chart(LEARNING, "Reward", "points", "Mean over the responses.", (Curve("reward/mean", "mean", "blue"),)),
@@ -84,12 +86,13 @@ SUMMARY: tuple[tuple[str, str, str], ...] = (
 
 
 def time_chart(keys: list[str]) -> Chart | None:
-    """Seconds per phase, stacked: whatever time/<phase> keys a run has, in their order. None without any."""
-    phases = [key for key in keys if key.startswith("time/") and key != TIME_TOTAL]
-    if not phases:
-        return None
-    colors = [PHASE_COLORS[i] if i < len(PHASE_COLORS) else "muted" for i in range(len(phases))]
-    curves = tuple(Curve(k, k.removeprefix("time/"), c) for k, c in zip(phases, colors, strict=True))
-    return Chart(
-        TIME, "Time of a step by phase", "s", "The phases stacked; their top is the step.", curves, stacked=True
+    """Seconds per phase, stacked, of whatever time/<phase> keys a run has. None without any."""
+    found = [key.removeprefix("time/") for key in keys if key.startswith("time/") and key != TIME_TOTAL]
+    others = sorted(set(found) - set(PHASES))
+    colors = PHASES | {phase: (*OTHER_COLORS, *["muted"] * len(others))[i] for i, phase in enumerate(others)}
+    curves = tuple(Curve(f"time/{phase}", phase, color) for phase, color in colors.items() if phase in found)
+    return (
+        Chart(TIME, "Time by phase", "s", "Wall time of a step, the phases stacked.", curves, stacked=True)
+        if found
+        else None
     )

@@ -7,7 +7,7 @@ import math
 import random
 from pathlib import Path
 
-PHASES = {"time/sample": 1.3, "time/logprobs": 0.5, "time/train": 1.1, "time/sync": 0.3}
+PHASES = {"time/logprob": 0.5, "time/rollout": 1.3, "time/sync": 0.3, "time/train": 1.1}
 
 
 def record(step: int, steps: int, rng: random.Random) -> dict[str, object]:
@@ -43,7 +43,7 @@ def record(step: int, steps: int, rng: random.Random) -> dict[str, object]:
     values["time/step"] = sum(float(values[phase]) for phase in PHASES)  # type: ignore[arg-type]
     if step % 10 == 0:
         values["accuracy/heldout"] = min(1.0, 0.3 + 0.5 * done)
-    return values
+    return dict(sorted(values.items()))
 
 
 def write_run(run_dir: Path, steps: int, *, settings: bool = True) -> Path:

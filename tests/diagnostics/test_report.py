@@ -68,7 +68,7 @@ def test_a_whole_run(tmp_path):
     path = write_report(write_run(tmp_path, 60))
     assert path == tmp_path / "report.html" and [p.name for p in tmp_path.glob("*.part")] == []
     page = _Page(path.read_text(encoding="utf-8"))
-    assert set(page.charts) == {chart.title for chart in CHARTS} | {"Time of a step by phase"}
+    assert set(page.charts) == {chart.title for chart in CHARTS} | {"Time by phase"}
     for needed in ("tiny_qwen3_moe_w4a4_grpo", "Step 60 of 60", "[nats]", "nvfp4_row", "aligned", "p1, negative tail"):
         assert needed in page.text
     assert "Not recorded" not in page.text
@@ -112,8 +112,8 @@ def test_a_spike_in_a_long_run_is_drawn(tmp_path):
 def test_time_of_a_long_run_adds_up(tmp_path):
     """Layers are thinned by means: their sum is the mean step time, and time/step is not a layer itself."""
     write_run(tmp_path, 2000)
-    chart = _page(tmp_path).charts["Time of a step by phase"]
-    assert [c["label"] for c in chart["curves"]] == ["sync", "train", "logprobs", "sample"]  # as they lie, top first
+    chart = _page(tmp_path).charts["Time by phase"]
+    assert [c["label"] for c in chart["curves"]] == ["sync", "train", "logprob", "rollout"]  # as they lie, top first
     layers = [sum(float(c["text"][i]) for c in chart["curves"]) for i in range(len(chart["step"]))]
     total = read_run(tmp_path).series["time/step"]
     assert sum(layers) / len(layers) == pytest.approx(sum(total.values()) / 2000, rel=1e-3)
@@ -204,10 +204,10 @@ def test_texts_cannot_break_out_of_the_page(tmp_path):
     write_run(tmp_path, 2)
     evil = '</script><script>alert("x")</script><img src=x>'
     (tmp_path / "config.json").write_text(json.dumps({"name": evil}))
-    _rewrite(tmp_path, lambda text: text.replace("time/sample", "time/" + evil.replace('"', "'")))
+    _rewrite(tmp_path, lambda text: text.replace("time/rollout", "time/" + evil.replace('"', "'")))
     page = _page(tmp_path)
     assert "img" not in page.tags and page.tags.count("script") == len(page.charts) + 1
-    assert evil in page.text
+    assert evil in page.text and page.charts["Time by phase"]["curves"][0]["label"] == evil.replace('"', "'")
 
 
 def test_nothing_to_report_on(tmp_path):
