@@ -19,5 +19,7 @@ def make_engine(config: RunConfig, plan: PrecisionPlan) -> Engine:
         from minite.sampler.embedded import EmbeddedEngine
 
         device = config.sampler.device
-        return EmbeddedEngine(config, plan, ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return EmbeddedEngine(config, plan, device)
     raise UserError(f"sampler.kind is {config.sampler.kind!r}, which is not built yet; expected embedded")

@@ -7,7 +7,7 @@ quantizes again from a rounded scale.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +17,19 @@ from minite.formats import QTensor, operand_amax
 from minite.sync.errors import SyncError
 from minite.sync.stored import to_parts
 
-if TYPE_CHECKING:  # a backend is handed in; sync knows only its protocol
-    from minite.backends.base import Backend
-
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Quantizer(Protocol):
+    """The part of backends.base.Backend that export needs."""
+
+    def quantize(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Tensor | QTensor: ...
 
 
 def pack(
     plan: PrecisionPlan,
     named_tensors: Iterable[tuple[str, Tensor]],
-    backend: Backend,
+    backend: Quantizer,
     *,
     shapes: Shapes | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -62,7 +65,9 @@ def pack(
         raise SyncError(f"{missing[0]}: missing from the exported weights ({len(missing)} missing in all)")
 
 
-def _quantize_group(members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Backend) -> dict[str, Tensor]:
+def _quantize_group(
+    members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Quantizer
+) -> dict[str, Tensor]:
     """Codes and scales of the members under one outer amax.
 
     Equal to quantizing the members stacked along N: blocks run along K, and a 16x16 block never spans two members

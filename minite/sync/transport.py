@@ -53,7 +53,8 @@ def buckets(groups: Iterable[tuple[str, Mapping[str, Tensor]]], max_bytes: int =
     Args:
         groups: (module group, named tensors), as ``sync.export.pack`` yields them; a group may be split.
     """
-    digest, bucket, size = Digest(), {}, 0
+    digest, size = Digest(), 0
+    bucket: Bucket = {}
     for _, tensors in groups:
         for name, tensor in tensors.items():
             digest.update(name, tensor)

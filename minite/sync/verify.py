@@ -37,7 +37,7 @@ class Digest:
             raise SyncError(f"{name}: arrived twice in one set of weights; each tensor must be sent once")
         h = hashlib.blake2b(digest_size=16)
         h.update(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
-        h.update(raw_bytes(tensor).numpy())
+        h.update(raw_bytes(tensor).numpy().data)
         self.parts[name] = h.hexdigest()
 
     def hexdigest(self) -> str:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny_engine import DENSE, MOE, SIZES, config, engine, random_weights, requests
 
-LOGPROB_HF = 1e-5  # FP32 on both sides, two layers; measured 2e-6
-FP8_KV_BAND = (2e-4, 0.3)  # mean |change| of a log-prob [nats]; measured 0.02
+LOGPROB_HF = 1e-5  # FP32 on both sides, two layers; measured 1.6e-6 to 2.7e-6 over six models
+FP8_KV_BAND = (0.01, 0.3)  # mean |change| of a log-prob [nats]; measured 0.04 to 0.09 over six models
+BF16_LOGITS_BAND = (5e-4, 0.015)  # likewise; measured 0.0025 to 0.0033
 
 
 @pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
@@ -89,7 +90,8 @@ def test_bf16_lm_head_rounds_the_logits():
     wanted = requests(30, seed=4, max_new_tokens=1)
     wide = engine(config(DENSE, alignment="off")).generate(wanted)
     rounded = engine(config(DENSE, alignment="off", lm_head_dtype="bf16")).generate(wanted)
-    assert 1e-4 < mean_change(wide, rounded) < 0.05
+    low, high = BF16_LOGITS_BAND
+    assert low < mean_change(wide, rounded) < high
 
 
 def test_tied_embeddings():

@@ -46,7 +46,7 @@ def expected(row_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 )
 def test_distribution_and_logprob(params):
     row_BV = logits().expand(DRAWS, VOCAB)
-    seeds, positions = np.arange(DRAWS, dtype=np.uint64) // np.uint64(100), np.arange(DRAWS, dtype=np.uint64) % np.uint64(100)
+    seeds, positions = np.divmod(np.arange(DRAWS, dtype=np.uint64), np.uint64(100))
     batch = BatchParams.of([params] * DRAWS, VOCAB, CPU)
     token_B, logprob_B = sample(row_BV, batch, torch.from_numpy(uniform(seeds, positions)), strict=True)
     p = expected(logits()[0], params)
