@@ -38,7 +38,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def start(checkout: Path, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     folder = checkout.parent
-    env = {**os.environ, "MINITE_PYTHON": str(folder / "my python"), "LOG": str(folder / "log"), **variables}
+    inherited = {name: value for name, value in os.environ.items() if name != "MINITE_ENV"}  # set while CI runs
+    env = {**inherited, "MINITE_PYTHON": str(folder / "my python"), "LOG": str(folder / "log"), **variables}
     command = [str(checkout / "scripts" / script), *arguments]
     return subprocess.Popen(
         command,
