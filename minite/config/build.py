@@ -60,7 +60,7 @@ def convert(hint: Any, value: Value, path: str, sources: dict[str, str]) -> Any:
             sources[f"{path}[{i}]"] = item.source
         return tuple(convert(args[0], item, f"{path}[{i}]", sources) for i, item in enumerate(value.data))
     if origin in (types.UnionType, typing.Union):
-        for option in sorted(args, key=lambda option: option is float):  # float last: it would swallow ints
+        for option in args:
             try:
                 return convert(option, value, path, sources)
             except UserError:

@@ -11,6 +11,9 @@ import pytest
 from recipe_files import DENSE, MOE, SHIPPED, message, plan_of, rules, write
 
 from minite.config import PrecisionPlan, load_recipe, resolve_plan
+from minite.config.plan import plan_digest
+
+REST = '{match: "**", use: bf16}'
 
 
 def test_default_is_bf16_everywhere_in_model_order(tmp_path):
@@ -45,6 +48,11 @@ def test_first_match_wins(tmp_path):
     assert (entry.weight, entry.input, entry.dgrad, entry.wgrad) == ("nvfp4_1d", "nvfp4_row", "bf16", "bf16")
     assert entry.rule.endswith("r.yaml:22: rule 2 (match **.mlp.experts.*.* -> w4a4)")
     assert entry.token_share == 0.5 and plan["lm_head"].token_share == 1.0
+
+
+def test_layer_one_is_not_layer_ten(tmp_path):
+    plan = plan_of(tmp_path, DENSE.replace("num_layers: 3", "num_layers: 12"), rules("{layers: [1], use: w4a4}", REST))
+    assert {entry.name.split(".")[2] for entry in plan if entry.quantized} == {"1"}
 
 
 def test_rules_of_an_extended_file_keep_their_place(tmp_path):
@@ -86,6 +94,11 @@ def test_digest_is_of_numbers_only(tmp_path):
     for what, text in same.items():
         assert plan_of(tmp_path, MOE, text).digest == plan.digest, what
     assert plan_of(tmp_path, MOE + "seed: 9\n", base).digest == plan.digest
+    unquantized = replace(plan.entries[0], group="another")  # layer 0 is BF16: nothing shares a scale
+    assert plan_digest(replace(plan, entries=(unquantized, *plan.entries[1:]))) == plan.digest
+    first = next(i for i, entry in enumerate(plan) if entry.quantized and entry.group)
+    regrouped = (*plan.entries[:first], replace(plan.entries[first], group=None), *plan.entries[first + 1 :])
+    assert plan_digest(replace(plan, entries=regrouped)) != plan.digest
     different = {
         "one more layer": base.replace("{layers: [1]", "{layers: [1, 0]").replace(
             "model.layers.1.mlp", "model.layers.*.mlp"
