@@ -58,5 +58,5 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     near = x.to(torch.float32)
     error = x - near.to(torch.float64)
     on_tie = (near.view(torch.int32) & 0xFFFF) == 0x8000
-    back = torch.nextafter(near, torch.copysign(torch.full_like(near, torch.inf), error))
+    back = torch.nextafter(near, torch.copysign(torch.full_like(near, torch.inf), error.to(torch.float32)))
     return torch.where(on_tie & (error != 0), back, near).to(dtype)
