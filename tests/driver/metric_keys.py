@@ -11,9 +11,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 def undocumented(keys: Iterable[str]) -> list[str]:
     """Keys that the table of docs/metrics.md does not name."""
-    table = TABLE.read_text()
-    documented = re.findall(
-        r"`([a-z]+/[^`]+)`", "\n".join(row.split("|")[1] for row in table.split("\n") if "|" in row)
-    )
+    first_cells = [row.split("|")[1] for row in TABLE.read_text().splitlines() if row.startswith("|")]
+    documented = re.findall(r"`([a-z_]+/[^`]+)`", "\n".join(first_cells))
     patterns = [re.sub(r"<[a-z]+>", "[a-z0-9_]+", re.sub(r"\.", r"\\.", key)) for key in documented]
     return [key for key in keys if not any(re.fullmatch(pattern, key) for pattern in patterns)]
