@@ -72,6 +72,27 @@ def test_long_rows_equal_the_scalar_reference():
     assert_equals_scalar(normal(2, 4096))
 
 
+def test_block_scales_follow_the_kernels_order_of_multiplication():
+    """amax_b / 6 * S_enc, the order of the paper, gives another scale about once in a thousand blocks."""
+    x = normal(1024, 512, seed=7).float()
+    s_enc = np.float32(2688) / x.abs().amax(-1, keepdim=True).numpy()
+    block_amax = x.view(1024, 32, 16).abs().amax(-1).numpy()
+    kernels_order = block_amax * (s_enc * (np.float32(1) / np.float32(6)))
+    papers_order = block_amax / np.float32(6) * s_enc
+    expected, other = (nearest_e4m3(order) for order in (kernels_order, papers_order))
+    assert (expected != other).any(), "this input cannot tell the orders apart"
+    assert_same_bytes(nvfp4.quantize(x, outer="row").block_scale.view(torch.uint8), torch.from_numpy(expected))
+
+
+def nearest_e4m3(x):
+    """E4M3 bytes of float32 x > 0, nearest, ties to even, saturating."""
+    values = np.array(nvfp4_scalar.E4M3_VALUES)
+    x = np.minimum(x, 448)
+    above = np.searchsorted(values, x)
+    up, down = values[above] - x, x - values[above - 1]
+    return np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1).astype(np.uint8)
+
+
 def test_rows_do_not_know_of_each_other_with_row_outer():
     x = EDGE_INPUTS["wide_rows"](9, 64, torch.bfloat16)
     together = nvfp4.quantize(x, outer="row")
