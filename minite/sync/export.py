@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minite.config.plan import PlanEntry, PrecisionPlan
-from minite.formats import QTensor, operand_amax
+from minite.formats import QTensor, operand_amax, quantize_operand
 from minite.sync.errors import SyncError
 from minite.sync.stored import to_parts
 
@@ -24,6 +24,13 @@ class Quantizer(Protocol):
     """The part of backends.base.Backend that export needs."""
 
     def quantize(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Tensor | QTensor: ...
+
+
+class FormatQuantizer:
+    """Quantizes by the definition, which every backend equals byte for byte; for those who have no backend at hand."""
+
+    def quantize(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Tensor | QTensor:
+        return quantize_operand(x_MK, how, amax=amax)
 
 
 def pack(

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from minite.config import PrecisionPlan, RunConfig, resolve_plan
 from minite.errors import UserError
-from minite.formats import QTensor, quantize_operand
+from minite.formats import QTensor
 from minite.formats.nvfp4 import OUTER_MAX
 from minite.models import get_model
 from minite.sync.checkpoint import INDEX, Checkpoint, CheckpointWriter
-from minite.sync.export import pack
+from minite.sync.export import FormatQuantizer, pack
 from minite.sync.stored import MODEL_DTYPES, from_parts
 
 AMAX_FILE = "minite_amax.safetensors"
@@ -56,13 +56,6 @@ def convert(
                 writer.copy(file)
 
 
-class _FormatQuantizer:
-    """Quantizes by the definition, on whatever device the tensor is."""
-
-    def quantize(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Tensor | QTensor:
-        return quantize_operand(x_MK, how, amax=amax)
-
-
 def _to_nvfp4(
     reader: Checkpoint,
     writer: CheckpointWriter,
@@ -83,7 +76,7 @@ def _to_nvfp4(
                 progress(i + 1, len(shapes))
 
     amaxes: dict[str, Tensor] = {}
-    for _, tensors in pack(plan, named(), _FormatQuantizer(), shapes=shapes):
+    for _, tensors in pack(plan, named(), FormatQuantizer(), shapes=shapes):
         for name, tensor in tensors.items():
             module, _, suffix = name.rpartition(".")
             if suffix == "weight_amax":

@@ -1,0 +1,34 @@
+"""sampler.make_engine, and the benchmark that starts from a recipe."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_engine import MOE, config
+
+from minite.config import resolve_plan
+from minite.errors import UserError
+from minite.sampler import make_engine
+from minite.sampler.embedded import EmbeddedEngine
+from minite.sampler.embedded.bench import measure
+
+
+def test_the_built_in_engine_on_the_device_asked_for():
+    cfg = config(MOE, sampler={"device": "cpu"})
+    engine = make_engine(cfg, resolve_plan(cfg))
+    assert isinstance(engine, EmbeddedEngine) and engine.device == torch.device("cpu")
+    auto = config(MOE, sampler={"device": "auto"})
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert make_engine(auto, resolve_plan(auto)).device.type == expected
+
+
+def test_an_engine_that_is_not_built_is_a_plain_error():
+    cfg = config(MOE)
+    other = replace(cfg, sampler=replace(cfg.sampler, kind="sglang"))
+    with pytest.raises(UserError, match="sampler.kind is 'sglang', which is not built yet"):
+        make_engine(other, resolve_plan(other))
+
+
+def test_benchmark_measures_both_phases():
+    prefill, decode = measure(config(MOE, "w4a4"), "cpu", batch=8, group=4, rounds=1)
+    assert 0 < prefill < 5_000 and 0 < decode < 5_000
