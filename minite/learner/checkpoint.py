@@ -13,13 +13,11 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 from minite.errors import UserError
 from minite.learner import optimizer
-from minite.learner.quiet import quiet
 
 if TYPE_CHECKING:
     from minite.learner.policy import Policy
 
 
-@quiet()
 def save(policy: Policy, directory: Path) -> None:
     """Write a checkpoint; collective. The directory is made; it must be empty or absent."""
     if dist.get_rank() == 0:
@@ -28,7 +26,6 @@ def save(policy: Policy, directory: Path) -> None:
     dist_checkpointing.save(_state(policy, loading=False), str(directory), content_metadata=_metadata())
 
 
-@quiet()
 def load(policy: Policy, directory: Path) -> None:
     """Read what ``save`` wrote under the same parallel layout; training goes on bit for bit. Raises UserError."""
     try:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any
@@ -104,6 +106,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
+
+
+def mute() -> None:
+    """No notices from megatron (what is not installed, what is unusual about our modules) in this process, nor about
+    names that torch.distributed is going to change and megatron calls. Needed on every device."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")
 
 
 def install(device: str) -> None:

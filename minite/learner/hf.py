@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,10 +49,12 @@ class HFReader:
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
-    """Random start of one HF parameter, float32: 1 for norms, else normal(0, std) from (seed, name) and nothing else."""
+    """Random start of one HF parameter, float32: 1 for norms, else normal(0, std) by seed and name alone."""
     if len(shape) == 1:
         return torch.ones(shape)
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + int.from_bytes(name.encode(), "little") % (2**61 - 1))
+    # A digest, because torch's CPU generator looks at the low 32 bits of a seed only.
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 

@@ -49,7 +49,7 @@ def policy_config(run_config: RunConfig, plan: PrecisionPlan, device: torch.devi
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         gradient_accumulation_fusion=False,  # needs an extension of Apex
-        calculate_per_token_loss=True,  # the loss is divided by the global token count: gradients are summed, not averaged
+        calculate_per_token_loss=True,  # gradients are summed over ranks: the loss is divided by the global token count
         recompute_granularity="full" if layout.recompute else None,
         recompute_method="uniform" if layout.recompute else None,
         recompute_num_layers=1 if layout.recompute else None,

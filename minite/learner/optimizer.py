@@ -16,7 +16,6 @@ from torch import Tensor
 
 from minite.config.schema import LearnerConfig
 from minite.learner.model import PolicyModel
-from minite.learner.quiet import quiet
 
 
 def build(model: PolicyModel, config: LearnerConfig) -> tuple[DistributedDataParallel, MegatronOptimizer]:
@@ -79,7 +78,6 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
     return config.lr + (config.min_lr - config.lr) * min(1.0, done)
 
 
-@quiet()
 def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> float | None:
     """Reduce the accumulated gradients, clip, step. Returns the gradient norm before clipping.
 

@@ -84,8 +84,8 @@ def _alike(entries: list[PlanEntry]) -> PlanEntry:
     for e in entries[1:]:
         if (e.weight, e.input, e.dgrad, e.wgrad) != (first.weight, first.input, first.dgrad, first.wgrad):
             raise UserError(
-                f"precision.rules: {first.name} is {first.format} ({first.rule}) but {e.name} is {e.format} ({e.rule}), "
-                "and the learner computes them in one GEMM; give both the same format"
+                f"precision.rules: {first.name} is {first.format} ({first.rule}), {e.name} is {e.format} ({e.rule}), "
+                "but the learner computes them in one GEMM; give both the same format"
             )
     return first
 

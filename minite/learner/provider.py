@@ -114,7 +114,7 @@ class DenseMLP(MLP):
         submodules = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
 
-    def forward(self, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, padding_mask: None = None) -> Any:
         gate_up, _ = self.linear_fc1(x)
         return self.linear_fc2(ops.swiglu(gate_up, self.config.strict))
 

@@ -26,11 +26,11 @@ def full_parameters(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def gather(param: Tensor) -> Tensor:
-    """The full tensor of a parameter, on every rank."""
+    """The full tensor of a parameter on every rank, always a copy: training goes on while it is sent."""
     if _is_expert(param):
         return torch.cat(_all_gather(param.data, parallel_state.get_expert_model_parallel_group()))
     if not _is_split(param):
-        return param.data
+        return param.data.clone()
     parts = _all_gather(param.data, parallel_state.get_tensor_model_parallel_group())
     if param.partition_stride == 1:
         return torch.cat(parts, param.partition_dim)

@@ -17,7 +17,6 @@ from torch import Tensor
 from minite.config import PrecisionPlan, RunConfig
 from minite.learner import cpu_compat
 from minite.learner.packing import Microbatch, pack, plan_microbatches
-from minite.learner.quiet import quiet
 from minite.losses.grpo import grpo_loss, mean_metrics
 from minite.types import RolloutBatch, WeightVersion
 
@@ -43,14 +42,14 @@ class LearnerWorker:
         self.config = run_config
         self.device = _device(run_config.learner.device, rank)
         cpu_compat.install(self.device.type)
-        with quiet():
-            # megatron enters the process here, once it is fit for the device
-            from minite.learner import optimizer, parallel
-            from minite.learner.policy import Policy
+        cpu_compat.mute()
+        # Megatron enters the process here, now that it is fit for the device.
+        from minite.learner import optimizer, parallel
+        from minite.learner.policy import Policy
 
-            self._optim, self._parallel = optimizer, parallel
-            parallel.start(run_config, rank, world_size, master_addr, master_port, self.device)
-            self._policy = Policy(run_config, plan, self.device)
+        self._optim, self._parallel = optimizer, parallel
+        parallel.start(run_config, rank, world_size, master_addr, master_port, self.device)
+        self._policy = Policy(run_config, plan, self.device)
         self._data = parallel.data_ranks()
 
     @property

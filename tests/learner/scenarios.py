@@ -1,0 +1,63 @@
+"""What a rank does in test_parallel.py. Apart from the test module, so that spawned processes can import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from minite.config import RunConfig
+from minite.sync.transport import Bucket
+from minite.types import RolloutBatch, WeightVersion
+from tests.learner.tiny_policy import learner
+
+
+@dataclass
+class Outcome:
+    """Of one rank; everything on the CPU."""
+
+    logprob_T: Tensor
+    entropy_T: Tensor
+    exported: tuple[list[Bucket], WeightVersion] | None
+    codes: dict[str, Tensor]  # the learner's own weight codes of layer 0, this rank's part
+    metrics: list[dict[str, float]]  # of three steps
+    after_T: Tensor  # log-probs after them
+
+
+def train(rank: int, world: int, port: int, config: RunConfig, data: RolloutBatch, start: Path | None) -> Outcome:
+    """Score, export, three policy steps, score."""
+    with learner(config, rank, world, port) as worker:
+        if start is not None:
+            worker.load_hf(start)
+        logprob_T, entropy_T = worker.logprobs(data)
+        exported, codes = worker.export(), _codes(worker._policy.model.decoder.layers[0])
+        metrics = [worker.train_step(data, int(data.loss_mask_T.sum())) for _ in range(3)]
+        return Outcome(logprob_T, entropy_T, exported, codes, metrics, worker.logprobs(data)[0])
+
+
+def _codes(layer) -> dict[str, Tensor]:
+    experts = getattr(layer.mlp, "experts", layer.mlp)
+    modules = {
+        "qkv": layer.self_attention.linear_qkv,
+        "proj": layer.self_attention.linear_proj,
+        "fc1": experts.linear_fc1,
+        "fc2": experts.linear_fc2,
+    }
+    return {name: module.matmul.cache._entry.quantized.codes for name, module in modules.items()}
+
+
+def resume(rank: int, world: int, port: int, config: RunConfig, data: RolloutBatch, directory: Path) -> tuple:
+    """Metrics and weights of a step after a checkpoint, uninterrupted and resumed by fresh learners."""
+    with learner(config, rank, world, port) as worker:
+        worker.train_step(data, 50)
+        worker.save(directory)
+        uninterrupted = worker.train_step(data, 50), worker.export()
+        worker.load(directory)  # into a learner that is ahead
+        rewound = worker.train_step(data, 50), worker.export()
+    return uninterrupted, rewound
+
+
+def write_start(rank: int, world: int, port: int, config: RunConfig, directory: Path) -> None:
+    with learner(config, rank, world, port) as worker:
+        worker.save_hf(directory)

@@ -1,0 +1,116 @@
+"""Two learner processes against one: tensor, expert and data parallel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minite.errors import UserError
+from minite.sync.verify import compare
+from tests.learner import scenarios
+from tests.learner.ranks import Ranks
+from tests.learner.tiny_policy import batch, free_port, layout, learner, recipe
+
+LENGTHS = [9, 14, 6, 11, 17]  # odd in number and in sum: ranks get unequal shares and padding
+LAYOUTS = {
+    "dense-tp2": ("qwen3", {"tensor_parallel": 2}),
+    "dense-dp2": ("qwen3", {"data_parallel": 2}),
+    "moe-tp2": ("qwen3_moe", {"tensor_parallel": 2}),
+    "moe-ep2": ("qwen3_moe", {"expert_parallel": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+def _both(ranks, name, tmp_path, alignment, dtype):
+    """Outcomes of one process and of two, from the same random start."""
+    kind, parallel = LAYOUTS[name]
+    config = recipe(kind, "w4a4", alignment, dtype=dtype)
+    data = batch(LENGTHS, replay=kind == "qwen3_moe")
+    single = scenarios.train(0, 1, free_port(), config, data, None)
+    return single, ranks.run(scenarios.train, layout(config, **parallel), data, None)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_processes_compute_what_one_does(ranks, name, tmp_path):
+    """Strict and FP32 storage: forward passes agree to FP64 sums, gradients to the order of FP32 sums over ranks."""
+    single, parts = _both(ranks, name, tmp_path, "strict", "fp32")
+    for part in parts:
+        torch.testing.assert_close(part.logprob_T, single.logprob_T, rtol=0, atol=1e-9)
+        torch.testing.assert_close(part.entropy_T, single.entropy_T, rtol=0, atol=1e-6)
+        for got, expected in zip(part.metrics, single.metrics, strict=True):
+            assert got == pytest.approx(expected, rel=2e-3, abs=1e-6)
+        assert part.metrics[0] == pytest.approx(single.metrics[0], rel=1e-5, abs=1e-8)
+        # Adam turns a gradient that is nearly 0 into a full step of either sign, and a moved weight may change codes.
+        torch.testing.assert_close(part.after_T, single.after_T, rtol=0, atol=0.05)
+    assert compare(_tensors(single), _tensors(parts[0])) is None and parts[1].exported is None
+    assert parts[0].exported[1].weight_digest == single.exported[1].weight_digest
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_processes_agree_in_bf16(ranks, name, tmp_path):
+    """The format of real runs: BF16 storage, FP32 sums. A sum in another order may flip a BF16 rounding."""
+    single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
+    for part in parts:
+        gap = (part.logprob_T - single.logprob_T).abs()
+        assert gap.mean() < 0.01 and gap.max() < 0.2
+        assert part.metrics[0]["learner/grad_norm"] == pytest.approx(single.metrics[0]["learner/grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["dense-tp2", "moe-tp2", "moe-ep2"])
+def test_each_rank_holds_its_slice_of_the_unsharded_codes(ranks, name, tmp_path):
+    single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
+    a, b = (part.codes for part in parts)
+    expected = single.codes
+    if name == "moe-ep2":
+        assert torch.equal(torch.cat([a["fc1"], b["fc1"]]), expected["fc1"])
+        assert torch.equal(torch.cat([a["fc2"], b["fc2"]]), expected["fc2"])
+        assert torch.equal(a["qkv"], expected["qkv"])
+        return
+    assert torch.equal(torch.cat([a["qkv"], b["qkv"]]), expected["qkv"])
+    assert torch.equal(torch.cat([a["proj"], b["proj"]], 1), expected["proj"])
+    if name == "moe-tp2":  # experts are whole on every rank
+        assert torch.equal(a["fc1"], expected["fc1"]) and torch.equal(b["fc1"], expected["fc1"])
+    else:
+        halves = [x["fc1"].chunk(2) for x in (a, b)]
+        assert torch.equal(torch.cat([h[i] for i in range(2) for h in halves]), expected["fc1"])
+        assert torch.equal(torch.cat([a["fc2"], b["fc2"]], 1), expected["fc2"])
+
+
+@pytest.mark.parametrize("name", ["moe-tp2", "moe-ep2"])
+def test_resume_in_two_processes_is_bit_exact(ranks, name, tmp_path):
+    kind, parallel = LAYOUTS[name]
+    config = layout(recipe(kind, "w4a4"), **parallel)
+    for (metrics, exported), (metrics_again, exported_again) in ranks.run(
+        scenarios.resume, config, batch(LENGTHS), tmp_path / "checkpoint"
+    ):
+        assert metrics == metrics_again
+        if exported is not None:
+            assert exported[1] == exported_again[1]
+
+
+def test_weights_move_between_layouts_as_a_hugging_face_directory(ranks, tmp_path):
+    config = recipe("qwen3_moe")
+    ranks.run(scenarios.write_start, layout(config, tensor_parallel=2), tmp_path / "hf")
+    with learner(recipe("qwen3_moe", dtype="bf16")) as worker:
+        before = worker.export()[1]
+        worker.sft_step(batch(LENGTHS))
+        worker.load_hf(tmp_path / "hf")
+        assert worker.export()[1] == before
+
+
+def test_world_size_that_does_not_fit_the_layout_is_an_error():
+    with (
+        pytest.raises(UserError, match="1 processes were started, but .* needs 2"),
+        learner(layout(recipe(), tensor_parallel=2)),
+    ):
+        pass
+
+
+def _tensors(outcome):
+    return {name: tensor for bucket in outcome.exported[0] for name, tensor in bucket.items()}

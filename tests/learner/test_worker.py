@@ -1,0 +1,186 @@
+"""One learner process: training, log-probs, export, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from minite.config.schema import AlgoConfig, SamplerConfig
+from minite.errors import UserError
+from minite.models import get_model
+from tests.learner.tiny_policy import LAYERS, VOCAB, batch, layout, learner, recipe
+
+LENGTHS = [9, 14, 6, 11, 17, 8]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_supervised_steps_learn_a_fixed_batch(kind):
+    with learner(recipe(kind, "w4a4")) as worker:
+        losses = [worker.sft_step(batch(LENGTHS))["loss/sft"] for _ in range(15)]
+        assert worker.step == 0
+    assert losses[-1] < 0.75 * losses[0], losses
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_logprobs_equal_hugging_face(kind, tmp_path):
+    """Whole model against an independent implementation, through an exported directory, FP32 storage."""
+    from transformers import AutoModelForCausalLM
+
+    data, config = batch(LENGTHS), recipe(kind, dtype="fp32", sampler=SamplerConfig(temperature=0.7))
+    with learner(config) as worker:
+        worker.save_hf(tmp_path / "hf")
+        logprob_T, entropy_T = worker.logprobs(data)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    cu = data.cu_seqlens_S1.tolist()
+    for start, end in zip(cu, cu[1:], strict=False):
+        tokens = data.tokens_T[start:end]
+        with torch.no_grad():
+            log_softmax = (model(tokens[None]).logits[0].double() / 0.7).log_softmax(-1)
+        expected = log_softmax[:-1].gather(-1, tokens[1:, None]).squeeze(-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)[:-1]
+        # FP32 roundings of two layers, values of order 1: measured 2e-6.
+        torch.testing.assert_close(logprob_T[start + 1 : end], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(entropy_T[start + 1 : end].double(), entropy, rtol=0, atol=2e-5)
+        assert logprob_T[start] == 0 and entropy_T[start] == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "w4a4"])
+def test_strict_logprobs_do_not_depend_on_the_batch(precision):
+    data = batch(LENGTHS, replay=True)
+    with learner(recipe(precision=precision, alignment="strict")) as worker:
+        together = worker.logprobs(data)[0]
+        cu = data.cu_seqlens_S1.tolist()
+        for i in range(len(LENGTHS)):
+            alone = worker.logprobs(data.select(torch.tensor([i])))[0]
+            torch.testing.assert_close(alone, together[cu[i] : cu[i + 1]], rtol=0, atol=1e-12)
+
+
+def _updated_logprobs(config, data):
+    """Log-probs after one policy step."""
+    with learner(config) as worker:
+        metrics = worker.train_step(data, int(data.loss_mask_T.sum()))
+        return metrics, worker.logprobs(data)[0]
+
+
+def test_microbatches_and_order_do_not_change_a_step():
+    """Strict mode, FP32 storage: what is left is the order of FP32 gradient sums."""
+    data = batch(LENGTHS, replay=True)
+    config = recipe(precision="w4a4", alignment="strict", dtype="fp32")
+    metrics, expected = _updated_logprobs(config, data)
+    for other, changed in (
+        (layout(config, tokens_per_microbatch=20), data),
+        (config, data.select(torch.tensor([4, 0, 5, 2, 1, 3]))),
+    ):
+        got_metrics, got = _updated_logprobs(other, changed)
+        assert got_metrics == pytest.approx(metrics, rel=1e-5)
+        spans = [got[a:b] for a, b in zip(changed.cu_seqlens_S1, changed.cu_seqlens_S1[1:], strict=False)]
+        if changed is not data:
+            spans = [spans[i] for i in (1, 4, 3, 5, 0, 2)]
+        # Adam turns a gradient that is nearly 0 into a full step of either sign: a few weights differ by 2 lr.
+        torch.testing.assert_close(torch.cat(spans), expected, rtol=0, atol=2e-3)
+
+
+def test_recompute_changes_nothing():
+    data, config = batch(LENGTHS, replay=True), recipe(precision="w4a4")
+    plain, recomputed = (_updated_logprobs(layout(config, recompute=r), data) for r in (False, True))
+    assert plain[0] == recomputed[0] and torch.equal(plain[1], recomputed[1])
+
+
+def test_router_replay_uses_recorded_experts():
+    data = batch(LENGTHS, replay=True)
+    free = dataclasses.replace(data, routed_experts_TLk=None)
+    unrecorded = dataclasses.replace(data, routed_experts_TLk=torch.full_like(data.routed_experts_TLk, -1))
+    with learner(recipe()) as worker:
+        own = worker.logprobs(free)[0]
+        assert torch.equal(worker.logprobs(unrecorded)[0], own)
+        assert (worker.logprobs(data)[0] - own).abs().max() > 0.01
+    with learner(recipe(algo=AlgoConfig(router_replay=False))) as worker:
+        assert torch.equal(worker.logprobs(data)[0], own)
+
+
+def test_tokens_without_weight_or_mask_do_not_train():
+    data = batch(LENGTHS)
+    poisoned = dataclasses.replace(data, old_logprob_T=data.old_logprob_T.masked_fill(~data.loss_mask_T, float("nan")))
+    config = recipe()
+    expected, got = _updated_logprobs(config, data), _updated_logprobs(config, poisoned)
+    assert expected[0] == got[0] and torch.equal(expected[1], got[1])
+    silent = dataclasses.replace(data, weight_T=torch.zeros_like(data.weight_T))
+    with learner(config) as worker:
+        assert worker.train_step(silent, 10)["learner/grad_norm"] == 0.0
+
+
+def test_nonfinite_gradient_skips_the_step():
+    data = batch(LENGTHS)
+    broken = dataclasses.replace(data, advantage_S=torch.full_like(data.advantage_S, float("nan")))
+    with learner(recipe()) as worker:
+        before = worker.export()[1].weight_digest
+        assert worker.train_step(broken, 10)["learner/skipped_steps"] == 1.0
+        assert worker.export()[1].weight_digest == before and worker.step == 1
+        assert worker.train_step(data, 10)["learner/skipped_steps"] == 0.0
+        assert worker.export()[1].weight_digest != before
+
+
+def test_reference_policy_is_the_loaded_one(tmp_path):
+    data, config = batch(LENGTHS), recipe(algo=AlgoConfig(kl_coef=0.1))
+    with learner(config) as worker:
+        worker.sft_step(data)
+        worker.save_hf(tmp_path / "hf")
+        worker.load_hf(tmp_path / "hf")
+        start = worker.logprobs(data)[0]
+        assert worker.train_step(data, 50)["loss/ref_kl"] == 0.0
+        assert worker.train_step(data, 50)["loss/ref_kl"] > 0.0
+        assert torch.equal(worker.logprobs(data, "ref")[0], start)
+        assert not torch.equal(worker.logprobs(data)[0], start)
+
+
+def test_export_names_everything_and_is_stable():
+    config = recipe(precision="w4a4")
+    with learner(config) as worker:
+        buckets, version = worker.export()
+        again, same = worker.export()
+        worker.sft_step(batch(LENGTHS))
+        assert worker.export()[1].weight_digest != version.weight_digest
+    assert version == same and version.step == 0
+    names = {key.partition("|")[0] for bucket in buckets for key in bucket}
+    for name in get_model(config.model.kind).hf_tensors(config.model):
+        assert name in names
+    assert "model.layers.1.mlp.experts.5.up_proj.weight_amax" in names
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(buckets, again, strict=True) for key in a)
+
+
+def test_resume_is_bit_exact(tmp_path):
+    data, config = batch(LENGTHS), recipe(precision="w4a4", alignment="strict")
+    with learner(config) as worker:
+        worker.sft_step(data)
+        worker.train_step(data, 50)
+        worker.save(tmp_path / "checkpoint")
+        expected = worker.train_step(data, 50), worker.export()[1]
+    with learner(config) as worker:
+        worker.load(tmp_path / "checkpoint")
+        assert worker.step == 1
+        assert (worker.train_step(data, 50), worker.export()[1]) == expected
+    with learner(recipe()) as worker, pytest.raises(UserError, match="plan digest"):
+        worker.load(tmp_path / "checkpoint")
+
+
+def test_start_differs_by_seed_and_by_name():
+    config = recipe()
+    with learner(config) as worker:
+        tensors, version = worker.export()
+    weights = [t for name, t in tensors[0].items() if ".gate_proj." in name or ".up_proj." in name]
+    assert len(weights) == 2 * 6 * LAYERS
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+    with learner(dataclasses.replace(config, seed=6)) as worker:
+        assert worker.export()[1].weight_digest != version.weight_digest
+
+
+def test_probabilities_of_all_tokens_sum_to_one():
+    prompt = torch.tensor([3, 1])
+    tokens = torch.cat([torch.cat([prompt, torch.tensor([v])]) for v in range(VOCAB)])
+    data = batch([3] * VOCAB)
+    data.tokens_T = tokens
+    with learner(recipe(precision="w4a4", alignment="strict")) as worker:
+        logprob_T = worker.logprobs(data)[0]
+    assert logprob_T[2::3].exp().sum() == pytest.approx(1.0, abs=1e-12)
