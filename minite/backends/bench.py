@@ -14,7 +14,8 @@ import torch
 
 from minite.backends.registry import get_backend
 
-SHAPES_MNK = ((1024, 512, 512), (4096, 512, 512), (4096, 2048, 512))
+# Largest first: the C allocator learns from it to keep pages, as in a run, instead of returning them after every call.
+SHAPES_MNK = ((4096, 2048, 512), (4096, 512, 512), (1024, 512, 512))
 BOUND = 3.0  # W4A4 forward may cost at most this many BF16 forwards on a CPU at hidden 512
 
 
