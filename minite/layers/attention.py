@@ -82,8 +82,10 @@ def attention_decode(
     kv_heads, length = k_cache_BLHD.shape[2], k_cache_BLHD.shape[1]
     valid_BL = torch.arange(length, device=q_BHD.device) < lengths_B.to(q_BHD.device)[:, None]
     q_BhGD = q_BHD.to(work).view(batch, kv_heads, heads // kv_heads, head_dim)
-    k_BhLD = k_cache_BLHD.to(work).transpose(1, 2)
-    v_BhLD = v_cache_BLHD.to(work).transpose(1, 2).masked_fill(~valid_BL[:, None, :, None], 0.0)  # 0 * NaN is NaN
+    k_BhLD, v_BhLD = (  # contiguous here, or each product below would copy what it is given
+        cache.transpose(1, 2).to(work, memory_format=torch.contiguous_format) for cache in (k_cache_BLHD, v_cache_BLHD)
+    )
+    v_BhLD = v_BhLD.masked_fill(~valid_BL[:, None, :, None], 0.0)  # 0 * NaN is NaN
     score_BhGL = (q_BhGD @ k_BhLD.transpose(2, 3) * scale).masked_fill(~valid_BL[:, None, None, :], float("-inf"))
     return (score_BhGL.softmax(dim=-1) @ v_BhLD).view(batch, heads, head_dim).to(q_BHD.dtype)
 
