@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision.kv_cache": ("bf16", "fp8"),
     "precision.lm_head_dtype": ("fp32", "bf16"),
     "precision.alignment": ("off", "aligned", "strict"),
-    "data.kind": ("arithmetic", "jsonl"),
+    "data.kind": ("arithmetic", "modular", "jsonl"),
     "learner.device": ("auto", "cpu", "cuda"),
     "sampler.kind": ("embedded", "sglang"),
     "sampler.device": ("auto", "cpu", "cuda"),
@@ -39,7 +39,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "model.max_seq_len learner.tensor_parallel learner.expert_parallel learner.pipeline_parallel "
         "learner.data_parallel learner.tokens_per_microbatch sampler.count sampler.max_batch sampler.kv_tokens "
         "sampler.max_new_tokens algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
-        "driver.steps driver.num_cpus driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
+        "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
         "data.max_operand",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
@@ -61,7 +61,7 @@ BOUNDS: tuple[_Bound, ...] = (
     (
         "between 0 and 1",
         lambda x: 0 <= x <= 1,
-        "correction.calm_quantile correction.calm_decay correction.response_tail_frac correction.max_dropped_frac",
+        "warm_start.wrong_frac correction.calm_quantile correction.calm_decay correction.response_tail_frac correction.max_dropped_frac",
     ),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "learner.beta1 learner.beta2 algo.clip_low"),
     ("more than 1", lambda x: x > 1, "algo.dual_clip"),
@@ -139,8 +139,10 @@ def check_data(config: RunConfig) -> None:
     d = config.data
     if d.kind == "jsonl" and not d.path:
         raise _fail(config, "data.path", "kind jsonl needs a file; set data.path")
-    if d.kind == "arithmetic" and d.path is not None:
-        raise _fail(config, "data.path", "kind arithmetic makes its own questions; remove it or set data.kind: jsonl")
+    if d.kind != "jsonl" and d.path is not None:
+        raise _fail(config, "data.path", f"kind {d.kind} makes its own questions; remove it or set data.kind: jsonl")
+    if d.kind == "jsonl" and config.warm_start.wrong_frac:
+        raise _fail(config, "warm_start.wrong_frac", "only questions that the recipe makes can be answered wrongly")
     unknown = [op for op in d.operations if op not in ("+", "-", "*")]
     if unknown or not d.operations:
         raise _fail(config, "data.operations", "expected some of + - *")

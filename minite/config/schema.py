@@ -69,10 +69,10 @@ class PrecisionConfig:
 class DataConfig:
     """Prompts and rewards."""
 
-    kind: str = "arithmetic"  # arithmetic (made by the recipe) | jsonl
+    kind: str = "arithmetic"  # arithmetic | modular (both made by the recipe) | jsonl
     path: str | None = None  # jsonl only: lines {"prompt": str, "answer": str}
     tokenizer: str = "chars"  # chars (built in) | a Hugging Face tokenizer directory
-    max_operand: int = 99  # arithmetic only
+    max_operand: int = 99  # arithmetic, modular
     operations: tuple[str, ...] = ("+",)  # arithmetic only: of + - *
     heldout: int = 256  # prompts never trained on
 
@@ -84,6 +84,7 @@ class WarmStartConfig:
     steps: int = 0
     batch_size: int = 64
     lr: float = 3e-3
+    wrong_frac: float = 0.0  # share of demonstrations that are one too high: a teacher for GRPO to surpass
     cache: bool = True
 
 
@@ -180,6 +181,7 @@ class DriverConfig:
     placement: str = "colocated"  # colocated (learner and samplers take turns) | separate
     ahead: int = 0  # 1 = the next rollout is sampled while the learner trains (policy lag 1); needs separate
     num_cpus: int | None = None  # CPUs given to Ray; None = what the machine has
+    threads: int = 1  # torch threads of each learner rank and sampler; more only pays for large CPU models
     checkpoint_every: int = 20
     checkpoints_kept: int = 3
     eval_every: int = 10

@@ -188,7 +188,7 @@ def cluster(config: RunConfig) -> Iterator[Slot]:
         log_to_driver=False,
     )
     try:
-        yield Slot(0.5 if colocated else 1.0, max(1, cpus // needed))
+        yield Slot(0.5 if colocated else 1.0, config.driver.threads)
     finally:
         ray.shutdown()
 

@@ -31,6 +31,7 @@ class Example:
     prompt: str
     answer: str
     key: str
+    wrong: str | None = None  # a plausible wrong answer, for imperfect demonstrations
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,30 @@ def arithmetic(data: DataConfig) -> list[Example]:
     examples = []
     for op, a, b in itertools.product(data.operations, numbers, numbers):
         low, high = (a, b) if op == "-" else (min(a, b), max(a, b))
-        examples.append(Example(f"{a}{op}{b}=", str(OPERATIONS[op](a, b)), f"{low}{op}{high}"))
+        value = OPERATIONS[op](a, b)
+        examples.append(Example(f"{a}{op}{b}=", str(value), f"{low}{op}{high}", str(value + 1)))
     return examples
+
+
+def modular(data: DataConfig) -> list[Example]:
+    """Every "a+b=" modulo max_operand + 1, all numbers equally wide, the answer written units first.
+
+    Units first because a carry then only depends on what is already written: a tiny model learns it in minutes.
+    """
+    modulus = data.max_operand + 1
+    if modulus**2 > MAX_QUESTIONS:
+        raise UserError(
+            f"data.max_operand: {data.max_operand} makes {modulus**2} questions, at most {MAX_QUESTIONS} fit; lower it"
+        )
+    width = len(str(data.max_operand))
+
+    def written(value: int) -> str:
+        return f"{value % modulus:0{width}}"[::-1]
+
+    return [
+        Example(f"{a:0{width}}+{b:0{width}}=", written(a + b), f"{min(a, b)}+{max(a, b)}", written(a + b + 1))
+        for a, b in itertools.product(range(modulus), repeat=2)
+    ]
 
 
 def jsonl(data: DataConfig) -> list[Example]:
@@ -98,7 +121,11 @@ def _parse_line(line: str, where: str) -> Example:
     return Example(record["prompt"], record["answer"], record["prompt"])
 
 
-TASKS: dict[str, Callable[[DataConfig], list[Example]]] = {"arithmetic": arithmetic, "jsonl": jsonl}
+TASKS: dict[str, Callable[[DataConfig], list[Example]]] = {
+    "arithmetic": arithmetic,
+    "modular": modular,
+    "jsonl": jsonl,
+}
 
 
 def load_task(config: RunConfig, tokenizer: Tokenizer) -> Task:

@@ -12,7 +12,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minite import __version__
@@ -21,7 +21,7 @@ from minite.config.schema import PrecisionConfig
 from minite.driver import rundir
 from minite.driver.actors import LearnerGroup, Slot
 from minite.driver.buffer import supervised_batch
-from minite.driver.data import load_task
+from minite.driver.data import Example, load_task
 from minite.driver.tokenizer import Tokenizer
 
 REPORTS = 5  # lines that tell of the progress
@@ -56,13 +56,20 @@ def _train(config: RunConfig, tokenizer: Tokenizer, slot: Slot, out: Path, note:
     learners = LearnerGroup(config, plan, slot)
     try:
         for step in range(settings.steps):
-            chosen = [order.choice(examples) for _ in range(settings.batch_size)]
+            chosen = [_demonstration(order, examples, settings.wrong_frac) for _ in range(settings.batch_size)]
             metrics = learners.sft_step(supervised_batch(chosen, tokenizer, plan.digest))
             if (step + 1) % max(settings.steps // REPORTS, 1) == 0:
                 note(f"warm start: step {step + 1} of {settings.steps}, loss {metrics['loss/sft']:.3f} nats per token")
         learners.save_hf(out)
     finally:
         learners.close()
+
+
+def _demonstration(order: random.Random, examples: Sequence[Example], wrong_frac: float) -> Example:
+    """A random question with its answer, or, in ``wrong_frac`` of the draws, with a wrong one."""
+    example = order.choice(examples)
+    wrong = order.random() < wrong_frac
+    return dataclasses.replace(example, answer=example.wrong) if wrong and example.wrong is not None else example
 
 
 def _in_bf16(config: RunConfig) -> RunConfig:
