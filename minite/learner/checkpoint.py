@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil  # noqa: F401  megatron's writer processes need it; without it they die and save waits for ever
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
 
 from minite.errors import UserError
 from minite.learner import optimizer
@@ -18,12 +24,29 @@ if TYPE_CHECKING:
     from minite.learner.policy import Policy
 
 
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format written by this process.
+
+    Megatron's own writer forks helpers and keeps a manager process: seconds per save, a fork in a process full of
+    threads, and an orphan when the learner is killed. Its aim, to write while training goes on, is not ours.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch.distributed.checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
 def save(policy: Policy, directory: Path) -> None:
     """Write a checkpoint; collective. The directory is made; it must be empty or absent."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(_state(policy, loading=False), str(directory), content_metadata=_metadata())
+    strategy = _SaveInProcess("torch_dist", 1)
+    dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
 
 
 def load(policy: Policy, directory: Path) -> None:

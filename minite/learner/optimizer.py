@@ -68,16 +68,6 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
         state["step"] = torch.tensor(float(step))
 
 
-def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
-    """Rate of update ``step`` (from 0): linear warm-up over ``warmup_steps``, then linear to ``min_lr`` at the end."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.min_lr is None:
-        return config.lr
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return config.lr + (config.min_lr - config.lr) * min(1.0, done)
-
-
 def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> float | None:
     """Reduce the accumulated gradients, clip, step. Returns the gradient norm before clipping.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minite.backends.base import Backend
 from minite.config import PlanEntry, PrecisionPlan
+from minite.config.operands import OPERANDS
 from minite.errors import UserError
 from minite.layers.grouped_matmul import quant_grouped_matmul
 from minite.layers.matmul import AmaxHooks, quant_matmul
@@ -50,53 +51,49 @@ class GroupedMatmul:
 
 
 def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch.distributed.ProcessGroup) -> None:
-    """Give every linear of ``model`` its part of the plan. Raises UserError where one matrix has mixed decisions."""
+    """Give every linear of ``model`` its part of the plan, whose own checks made members of one GEMM agree.
+
+    Raises UserError when a shard would cut a quantization block.
+    """
+    tp, config = tp_group.size(), model.config
 
     def shared_max(amax: Tensor) -> Tensor:
-        if tp_group.size() > 1:
+        if tp > 1:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=tp_group)
         return amax
 
-    rows_split = AmaxHooks(reduce_weight_amax=shared_max)  # every rank has all of K and so the whole input
-    columns_split = AmaxHooks(reduce_weight_amax=shared_max, reduce_input_amax=shared_max)
+    def rows_split(name: str, entry: PlanEntry, unit: int) -> Matmul:
+        """The weight is split by rows, in runs of ``unit`` rows that stay together; each rank has the whole input."""
+        _check_blocks(entry, unit, entry.k)
+        return Matmul(name, entry, backend, AmaxHooks(reduce_weight_amax=shared_max))
+
+    def columns_split(entry: PlanEntry) -> Matmul:
+        _check_blocks(entry, entry.n, entry.k // tp)
+        return Matmul(entry.name, entry, backend, AmaxHooks(shared_max, shared_max))
+
     for i, layer in enumerate(model.decoder.layers):
         attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        qkv = _fused(plan, [f"{attn}.{x}_proj" for x in "qkv"])
-        layer.self_attention.linear_qkv.matmul = Matmul(f"{attn}.qkv_proj", qkv, backend, rows_split)
-        o_proj = Matmul(f"{attn}.o_proj", plan[f"{attn}.o_proj"], backend, columns_split)
-        layer.self_attention.linear_proj.matmul = o_proj
-        if model.config.num_moe_experts is None:
-            fc1 = _fused(plan, [f"{mlp}.gate_proj", f"{mlp}.up_proj"])
-            layer.mlp.linear_fc1.matmul = Matmul(f"{mlp}.gate_up_proj", fc1, backend, rows_split)
-            down = Matmul(f"{mlp}.down_proj", plan[f"{mlp}.down_proj"], backend, columns_split)
-            layer.mlp.linear_fc2.matmul = down
-        else:
-            experts = [f"{mlp}.experts.{e}" for e in range(model.config.num_moe_experts)]
-            fc1 = _alike([_fused(plan, [f"{e}.gate_proj", f"{e}.up_proj"]) for e in experts])
-            fc2 = _alike([plan[f"{e}.down_proj"] for e in experts])
+        qkv, gate_up = plan[f"{attn}.q_proj"], f"{mlp}.gate_up_proj"
+        layer.self_attention.linear_qkv.matmul = rows_split(f"{attn}.qkv_proj", qkv, config.kv_channels)
+        layer.self_attention.linear_proj.matmul = columns_split(plan[f"{attn}.o_proj"])
+        if config.num_moe_experts is None:
+            layer.mlp.linear_fc1.matmul = rows_split(gate_up, plan[f"{mlp}.gate_proj"], config.ffn_hidden_size // tp)
+            layer.mlp.linear_fc2.matmul = columns_split(plan[f"{mlp}.down_proj"])
+        else:  # experts are whole on their rank
+            fc1, fc2 = (plan[f"{mlp}.experts.0.{x}_proj"] for x in ("gate", "down"))
             layer.mlp.experts.linear_fc1.matmul = GroupedMatmul(f"{mlp}.experts.gate_up_proj", fc1, backend)
             layer.mlp.experts.linear_fc2.matmul = GroupedMatmul(f"{mlp}.experts.down_proj", fc2, backend)
 
 
-def _alike(entries: list[PlanEntry]) -> PlanEntry:
-    """The decision that modules computed in one GEMM share."""
-    first = entries[0]
-    for e in entries[1:]:
-        if (e.weight, e.input, e.dgrad, e.wgrad) != (first.weight, first.input, first.dgrad, first.wgrad):
+def _check_blocks(entry: PlanEntry, rows: int, columns: int) -> None:
+    """Blocks of a shard must be blocks of the whole, or its codes would not be those that the sampler is sent."""
+    for operand, size, multiple in (
+        (entry.weight, rows, OPERANDS[entry.weight].rows_multiple),
+        (entry.weight, columns, OPERANDS[entry.weight].k_multiple),
+        (entry.input, columns, OPERANDS[entry.input].k_multiple),
+    ):
+        if size % multiple:
             raise UserError(
-                f"precision.rules: {first.name} is {first.format} ({first.rule}), {e.name} is {e.format} ({e.rule}), "
-                "but the learner computes them in one GEMM; give both the same format"
+                f"learner.tensor_parallel: {entry.name} would be cut into pieces of {size}, but {operand} has blocks "
+                f"of {multiple}; lower tensor_parallel or leave this module in bf16"
             )
-    return first
-
-
-def _fused(plan: PrecisionPlan, names: list[str]) -> PlanEntry:
-    """The decision of modules that megatron holds as one matrix, hence with one outer scale."""
-    entries = [plan[name] for name in names]
-    if entries[0].weight.startswith("nvfp4") and len({e.group for e in entries} - {None}) != 1:
-        leaves = ", ".join(name.rpartition(".")[2] for name in names)
-        raise UserError(
-            f"precision.fused: {names[0]} and its siblings are quantized apart, but the learner holds them as one "
-            f"matrix; add [{leaves}] to precision.fused"
-        )
-    return _alike(entries)

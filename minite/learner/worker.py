@@ -17,6 +17,7 @@ from torch import Tensor
 from minite.config import PrecisionPlan, RunConfig
 from minite.learner import cpu_compat
 from minite.learner.packing import Microbatch, pack, plan_microbatches
+from minite.learner.schedule import learning_rate
 from minite.losses.grpo import grpo_loss, mean_metrics
 from minite.types import RolloutBatch, WeightVersion
 
@@ -49,7 +50,11 @@ class LearnerWorker:
 
         self._optim, self._parallel = optimizer, parallel
         parallel.start(run_config, rank, world_size, master_addr, master_port, self.device)
-        self._policy = Policy(run_config, plan, self.device)
+        try:
+            self._policy = Policy(run_config, plan, self.device)
+        except BaseException:
+            parallel.stop()
+            raise
         self._data = parallel.data_ranks()
 
     @property
@@ -114,7 +119,7 @@ class LearnerWorker:
             )
             output.loss.backward()
             sums = {key: sums.get(key, 0.0) + value for key, value in output.metrics.items()}
-        lr = self._optim.learning_rate(self.config.learner, self.step, self.config.driver.steps * algo.minibatches)
+        lr = learning_rate(self.config.learner, self.step, self.config.driver.steps * algo.minibatches)
         metrics = mean_metrics(self._sum(sums)) | self._update(lr)
         self._policy.step += 1
         return metrics

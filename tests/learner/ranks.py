@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,7 +21,8 @@ def _serve(pipe: Connection, rank: int, world: int) -> None:
             pipe.send((function(rank, world, port, *args), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
-            return
+            break
+    os._exit(0)  # an orderly end of a process full of torch takes seconds
 
 
 class Ranks:
@@ -54,5 +56,5 @@ class Ranks:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
-            process.join(5)
-            process.kill()  # a rank that hangs in a collective whose partner failed
+            process.join(2)
+            process.kill()  # a rank may hang in a collective whose partner failed

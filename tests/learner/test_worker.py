@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from minite.config.schema import AlgoConfig, SamplerConfig
+from minite.config.schema import AlgoConfig, FormatConfig, SamplerConfig
 from minite.errors import UserError
 from minite.models import get_model
 from tests.learner.tiny_policy import LAYERS, VOCAB, batch, layout, learner, recipe
@@ -184,3 +184,24 @@ def test_probabilities_of_all_tokens_sum_to_one():
     with learner(recipe(precision="w4a4", alignment="strict")) as worker:
         logprob_T = worker.logprobs(data)[0]
     assert logprob_T[2::3].exp().sum() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_shard_that_cuts_a_block_is_an_error():
+    """Heads of 8 rows in 16x16 blocks: megatron's order of heads would put other rows into a block than q_proj has."""
+    config = recipe("qwen3", "w4a4")
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, head_dim=8),
+        precision=dataclasses.replace(config.precision, formats={"w4a4": FormatConfig("nvfp4_2d", "nvfp4_row")}),
+    )
+    for _ in range(2):  # the second shows that the first left nothing behind
+        with pytest.raises(UserError, match="q_proj would be cut into pieces of 8, .* of 16"), learner(config):
+            pass
+
+
+def test_response_that_no_microbatch_holds_is_an_error():
+    with (
+        learner(layout(recipe(), tokens_per_microbatch=16)) as worker,
+        pytest.raises(UserError, match="tokens_per_microbatch is 16"),
+    ):
+        worker.logprobs(batch(LENGTHS))
