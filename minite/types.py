@@ -86,6 +86,7 @@ class GapSummary:
 
     tokens: int
     abs_mean: float
+    abs_p99: float
     abs_max: float
     mean: float
     p001: float

@@ -30,6 +30,7 @@ def test_every_field_by_its_definition(tokens):
     assert summary.tokens == n and summary.nonfinite == 0
     assert summary.abs_mean == pytest.approx(math.fsum(map(abs, d)) / n)
     assert summary.abs_max == max(map(abs, d))
+    assert summary.abs_p99 == sorted(map(abs, d))[math.ceil(0.99 * len(d)) - 1]
     assert summary.mean == pytest.approx(math.fsum(d) / n)
     for name, share in (("p001", 0.001), ("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
         value = getattr(summary, name)
