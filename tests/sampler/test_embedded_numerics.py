@@ -75,6 +75,16 @@ def test_fp8_kv_cache_changes_logprobs_a_little():
     assert low < mean_change(exact, cached) < high
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fp8_kv_cache_holds_the_nearest_e4m3(dtype):
+    cache = engine(config(DENSE, alignment="off", kv_cache="fp8", dtype=dtype)).cache
+    assert {t.dtype for t in (*cache.k, *cache.v)} == {torch.float8_e4m3fn}
+    x_THD = 3 * torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(0)).to(cache.dtype)
+    read = cache.read(cache.stored(x_THD))
+    assert read.dtype == cache.dtype
+    assert torch.equal(read, x_THD.to(torch.float8_e4m3fn).to(cache.dtype))
+
+
 def test_fp8_kv_cache_is_the_same_for_prefill_and_decode():
     """A prefill attends to what it stored: continuing a request equals prefilling what it had generated."""
     e = engine(config(MOE, alignment="off", kv_cache="fp8", dtype="fp32"))

@@ -7,7 +7,7 @@ from tiny_engine import DENSE, MOE, config, engine, load, requests, shipment
 from minite.config import resolve_plan
 from minite.sampler.embedded import EmbeddedEngine
 from minite.sync.errors import SyncError
-from minite.sync.transport import MANIFEST, from_wire
+from minite.sync.transport import MANIFEST, from_wire, package
 from minite.sync.verify import compare
 
 SCALE = "model.layers.1.mlp.experts.2.up_proj.weight_scale"
@@ -128,14 +128,14 @@ def test_another_plan_is_refused_and_both_digests_named():
 
 
 def test_members_of_a_fusion_group_with_two_scales_are_refused():
+    """A sender that is consistent in itself, digest included, but did not share the outer scale."""
     cfg = config(MOE, "w4a4")
     e, (buckets, version) = engine(cfg), shipment(cfg)
     name = "model.layers.0.self_attn.k_proj.weight_amax"
-    e.begin_update(version)
-    for bucket in edit(buckets, lambda b: b[name].mul_(2) if name in b else None):
-        e.load_bucket(bucket)
-    with pytest.raises(SyncError, match="differs from the amax of another member|held bytes differ"):
-        e.finish_update()
+    changed = edit(buckets[:-1], lambda b: b[name].mul_(2) if name in b else None)
+    sent, version = package([("all", from_wire(b)) for b in changed], 0, version.plan_digest)
+    with pytest.raises(SyncError, match="q_proj.weight_amax: differs from the amax of another member"):
+        load(e, sent, version)
     refused(e, "weights of step 0 failed")
 
 
