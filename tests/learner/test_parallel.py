@@ -38,28 +38,30 @@ def _both(ranks, name, tmp_path, alignment, dtype):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_processes_compute_what_one_does(ranks, name, tmp_path):
-    """Strict and FP32 storage: forward passes agree to FP64 sums, gradients to the order of FP32 sums over ranks."""
+    """Strict and FP32 storage: forward passes agree to FP64 sums (measured 9e-16), gradients to FP32 sums over ranks.
+
+    Three steps of Adam spread that to 2e-7 in metrics and log-probs, as measured.
+    """
     single, parts = _both(ranks, name, tmp_path, "strict", "fp32")
     for part in parts:
-        torch.testing.assert_close(part.logprob_T, single.logprob_T, rtol=0, atol=1e-9)
+        torch.testing.assert_close(part.logprob_T, single.logprob_T, rtol=0, atol=1e-12)
         torch.testing.assert_close(part.entropy_T, single.entropy_T, rtol=0, atol=1e-6)
         for got, expected in zip(part.metrics, single.metrics, strict=True):
-            assert got == pytest.approx(expected, rel=2e-3, abs=1e-6)
-        assert part.metrics[0] == pytest.approx(single.metrics[0], rel=1e-5, abs=1e-8)
-        # Adam turns a gradient that is nearly 0 into a full step of either sign, and a moved weight may change codes.
-        torch.testing.assert_close(part.after_T, single.after_T, rtol=0, atol=0.05)
+            assert got == pytest.approx(expected, rel=1e-5, abs=1e-9)
+        torch.testing.assert_close(part.after_T, single.after_T, rtol=0, atol=1e-5)
     assert compare(_tensors(single), _tensors(parts[0])) is None and parts[1].exported is None
     assert parts[0].exported[1].weight_digest == single.exported[1].weight_digest
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_processes_agree_in_bf16(ranks, name, tmp_path):
-    """The format of real runs: BF16 storage, FP32 sums. A sum in another order may flip a BF16 rounding."""
+    """The format of real runs: BF16 storage, FP32 sums. A sum in another order may flip a BF16 rounding (measured 1e-4
+    in log-probs); tensor parallel also rounds each rank's input gradient before their sum (1e-3 of the norm)."""
     single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
     for part in parts:
         gap = (part.logprob_T - single.logprob_T).abs()
-        assert gap.mean() < 0.01 and gap.max() < 0.2
-        assert part.metrics[0]["learner/grad_norm"] == pytest.approx(single.metrics[0]["learner/grad_norm"], rel=0.05)
+        assert gap.mean() < 1e-3 and gap.max() < 0.02
+        assert part.metrics[0]["learner/grad_norm"] == pytest.approx(single.metrics[0]["learner/grad_norm"], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["dense-tp2", "moe-tp2", "moe-ep2"])
