@@ -84,6 +84,7 @@ class EmbeddedEngine:
         ended = self._apply_aborts()
         admitted = self.scheduler.admit()
         batch = admitted or self.scheduler.running
+        assert batch or ended, "requests wait although nothing runs: an idle cache has room for any request let in"
         if batch:
             logits_BV = self._prefill(batch) if admitted else self._decode(batch)
             self._sample(batch, logits_BV)
