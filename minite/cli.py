@@ -1,6 +1,7 @@
 """The command line. `minite COMMAND --help` shows examples; `python -m minite.cli` is the same as `minite`.
 
-Exit codes: 0 done, 2 a user's mistake (one line on stderr), 130 interrupted, 1 a defect (with its traceback).
+Exit codes: 0 done, 2 a user's mistake, 1 a process of the run died (both one line on stderr), 130 interrupted; a defect
+ends with its traceback and 1.
 Commands import what they need when they run, so that `minite plan` starts in a fraction of a second.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from minite import __version__
-from minite.errors import UserError
+from minite.errors import ProcessDied, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run(args)
         sys.stdout.flush()
         return code
-    except UserError as error:
+    except (UserError, ProcessDied) as error:
         print("minite: error: " + " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("minite: interrupted", file=sys.stderr)
         return 130

@@ -1,5 +1,9 @@
-"""The one error that a user's input can cause. The command line prints it on one line and exits with 2."""
+"""The errors that end a command with one line instead of a traceback."""
 
 
 class UserError(Exception):
-    """What is wrong, where, what was got and expected, and how to mend it: one line, no traceback."""
+    """A user's mistake, exit code 2: what is wrong, where, what was got and expected, how to mend it, on one line."""
+
+
+class ProcessDied(Exception):
+    """A process of the run went away under it (killed, out of memory), exit code 1: which one, and how to go on."""

@@ -1,4 +1,4 @@
-"""Ray: the processes of a run. A group of learner ranks and a pool of samplers behind plain method calls.
+"""The processes of a run as Ray actors. A group of learner ranks and a pool of samplers behind plain method calls.
 
 Actors have empty constructors; ``setup`` does the work, so that a user's mistake comes back as the exception it is
 and not as "the actor died".
@@ -6,11 +6,8 @@ and not as "the actor died".
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +16,26 @@ import torch
 from torch import Tensor
 
 from minite.backends.device import use_cuda
-from minite.config import PrecisionPlan, RunConfig, env
-from minite.errors import UserError
+from minite.config import PrecisionPlan, RunConfig
+from minite.driver.cluster import Slot
+from minite.errors import ProcessDied, UserError
 from minite.sampler.engine import Completion, EngineStats, Request
 from minite.types import RolloutBatch, WeightVersion
 
-OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory
-
-
-@dataclass(frozen=True)
-class Slot:
-    """What one actor gets of the machine."""
-
-    cpus: float  # Ray's bookkeeping: colocated learner and sampler share a core
-    threads: int  # of torch
+GRACE = 5.0  # for the other actors of a failed call to fail too, so that the first cause can be told [s]
 
 
 class _Learner:
     """One rank of the Megatron learner."""
 
-    def setup(
-        self, config: RunConfig, plan: PrecisionPlan, rank: int, world: int, port: int, threads: int
-    ) -> None:
+    worker: Any = None
+
+    def setup(self, config: RunConfig, plan: PrecisionPlan, rank: int, world: int, port: int, threads: int) -> None:
         torch.set_num_threads(threads)
         from minite.learner.worker import LearnerWorker  # megatron is heavy and belongs to this process only
 
+        if self.worker is not None:
+            self.worker.close()
         self.worker = LearnerWorker(config, plan, rank, world, "127.0.0.1", port)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -80,33 +72,53 @@ class _Sampler:
         return self.engine.stats()
 
 
-def _get(refs: Any) -> Any:
-    """ray.get that hands on the exception raised in the actor instead of Ray's wrapping of it."""
+def _get(refs: list[ray.ObjectRef], kind: str) -> list[Any]:
+    """Results of a call on several actors of one ``kind``. Raises what best explains a failure: a UserError raised
+    in any of them, ProcessDied, else the first exception with the actor's traceback."""
     try:
         return ray.get(refs)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, UserError) else error from None
+    except ray.exceptions.RayError as error:
+        raise _explain(error, refs, kind) from None
+
+
+def _explain(first: ray.exceptions.RayError, refs: list[ray.ObjectRef], kind: str) -> Exception:
+    """When a rank dies or refuses, the others report broken connections, and perhaps earlier."""
+    errors = [first]
+    if not isinstance(getattr(first, "cause", None), UserError):
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=GRACE)[0]:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                errors.append(error)
+    for error in errors:
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UserError):
+            return error.cause
+    if any(isinstance(error, ray.exceptions.RayActorError) for error in errors):
+        return ProcessDied(f"a {kind} process died: it was killed, ran out of memory or crashed")
+    return first
 
 
 class LearnerGroup:
-    """All learner ranks. Every method is collective; the result is rank 0's."""
+    """The processes of all learner ranks. `setup` comes first; every method is collective, the result is rank 0's."""
 
-    def __init__(self, config: RunConfig, plan: PrecisionPlan, slot: Slot) -> None:
-        self.world_size = config.learner.world_size
+    def __init__(self, config: RunConfig, slot: Slot) -> None:
         gpus = slot.cpus if use_cuda(config.learner.device) else 0
         actor = ray.remote(num_cpus=slot.cpus, num_gpus=gpus)(_Learner)
-        self._ranks = [actor.remote() for _ in range(self.world_size)]
-        port = _free_port()
-        _get(
-            [
-                a.setup.remote(config, plan, rank, self.world_size, port, slot.threads)
-                for rank, a in enumerate(self._ranks)
-            ]
-        )
+        self._ranks = [actor.remote() for _ in range(config.learner.world_size)]
+        self._threads = slot.threads
+
+    def setup(self, config: RunConfig, plan: PrecisionPlan) -> None:
+        """Become the learner of a recipe, with fresh weights. A second recipe, of the same layout, replaces the first:
+        the processes and their imports stay."""
+        world, port = len(self._ranks), _free_port()
+        self._all(lambda rank, a: a.setup.remote(config, plan, rank, world, port, self._threads))
+
+    def _all(self, call: Callable[[int, Any], ray.ObjectRef]) -> Any:
+        return _get([call(rank, a) for rank, a in enumerate(self._ranks)], "learner")[0]
 
     def _call(self, method: str, *args: Any) -> Any:
         shared = [ray.put(a) if isinstance(a, RolloutBatch) else a for a in args]
-        return _get([a.call.remote(method, *shared) for a in self._ranks])[0]
+        return self._all(lambda _, a: a.call.remote(method, *shared))
 
     def load_hf(self, path: Path) -> None:
         """Start from a Hugging Face directory, with a fresh optimizer; also sets the KL reference."""
@@ -126,17 +138,13 @@ class LearnerGroup:
         return self._call("train_step", batch, denominator)
 
     def export(self) -> tuple[list[ray.ObjectRef], WeightVersion]:
-        return _get([a.export.remote() for a in self._ranks])[0]
+        return self._all(lambda _, a: a.export.remote())
 
     def save(self, directory: Path) -> None:
         self._call("save", str(directory))
 
     def load(self, directory: Path) -> None:
         self._call("load", str(directory))
-
-    def close(self) -> None:
-        for actor in self._ranks:
-            ray.kill(actor)
 
 
 class SamplerPool:
@@ -146,11 +154,11 @@ class SamplerPool:
         gpus = slot.cpus if use_cuda(config.sampler.device) else 0
         actor = ray.remote(num_cpus=slot.cpus, num_gpus=gpus)(_Sampler)
         self._engines = [actor.remote() for _ in range(config.sampler.count)]
-        _get([e.setup.remote(config, plan, slot.threads) for e in self._engines])
+        _get([e.setup.remote(config, plan, slot.threads) for e in self._engines], "sampler")
 
     def update(self, buckets: list[ray.ObjectRef], version: WeightVersion) -> None:
         """Load one weight version everywhere; raises SyncError naming what differs."""
-        _get([e.update.remote(buckets, version) for e in self._engines])
+        _get([e.update.remote(buckets, version) for e in self._engines], "sampler")
 
     def submit(self, groups: Sequence[list[Request]]) -> list[ray.ObjectRef]:
         """Start sampling groups of requests; `collect` waits for them."""
@@ -160,37 +168,10 @@ class SamplerPool:
 
     def collect(self, refs: list[ray.ObjectRef]) -> list[Completion]:
         """Completions ordered by request id, whatever engine made them."""
-        return sorted((c for part in _get(refs) for c in part), key=lambda c: c.request_id)
+        return sorted((c for part in _get(refs, "sampler") for c in part), key=lambda c: c.request_id)
 
     def stats(self) -> list[EngineStats]:
-        return _get([e.stats.remote() for e in self._engines])
-
-
-@contextlib.contextmanager
-def cluster(config: RunConfig) -> Iterator[Slot]:
-    """A local Ray for the time of a run, shut down whatever happens. Raises UserError when the CPUs do not suffice."""
-    learners, samplers = config.learner.world_size, config.sampler.count
-    cpus = config.driver.num_cpus or len(os.sched_getaffinity(0))
-    colocated = config.driver.placement == "colocated"
-    needed = max(learners, samplers) if colocated else learners + samplers
-    if needed > cpus:
-        raise UserError(
-            f"placement: {config.driver.placement} with {learners} learner rank(s) and {samplers} sampler(s) needs "
-            f"{needed} CPUs, got {cpus}: lower learner.*_parallel or sampler.count, or let them share cores with "
-            f"-o driver.num_cpus={needed}"
-        )
-    env.apply_ray_env()
-    ray.init(
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    try:
-        yield Slot(0.5 if colocated else 1.0, config.driver.threads)
-    finally:
-        ray.shutdown()
+        return _get([e.stats.remote() for e in self._engines], "sampler")
 
 
 def _free_port() -> int:

@@ -1,4 +1,7 @@
-"""The run: sample, score, correct, train, sync, measure, save. `Run.train_step` is the whole algorithm on one screen."""
+"""The run: sample, score, correct, train, sync, measure, save. `Run.train_step` is the whole algorithm.
+
+What can be wrong with a recipe is looked for before anything is written and before Ray starts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ import torch
 from minite.config import PrecisionPlan, RunConfig, resolve_plan
 from minite.diagnostics.gap import gap_metrics, gap_summary
 from minite.driver import checkpoint, rundir, warm_start
-from minite.driver.actors import LearnerGroup, SamplerPool, Slot, cluster
+from minite.driver.actors import LearnerGroup, SamplerPool
+from minite.driver.cluster import cluster, find_slot
+from minite.driver.data import load_task
 from minite.driver.metrics import MetricsWriter
 from minite.driver.progress import ProgressView
 from minite.driver.rollout import Rollouts
@@ -25,63 +30,75 @@ from minite.types import RolloutBatch
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """Run a recipe from its warm start into a new run directory. Raises UserError."""
-    plan = resolve_plan(config)
-    make_tokenizer(config)  # a vocabulary that does not fit is better said before anything is written
-    rundir.create(run_dir, config, plan)
-    _go(config, plan, run_dir, None)
+    """Run a recipe from its warm start into a new run directory. Raises UserError, ProcessDied."""
+    job = Job(config, resolve_plan(config), run_dir)
+    rundir.create(run_dir, config, job.plan)
+    try:
+        with rundir.locked(run_dir):
+            _go(job, None)
+    except BaseException:
+        rundir.remove_unstarted(run_dir)
+        raise
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = ()) -> None:
     """Go on from the newest valid checkpoint of a run directory, or from its start when there is none yet."""
-    config, plan = rundir.load(run_dir, overrides)
-    folder, damaged = checkpoint.newest_valid(run_dir)
-    for line in damaged:
-        print(f"damaged checkpoint {line}")
-    if folder is None and damaged:
-        raise UserError(f"{run_dir}: every checkpoint is damaged; start a new run, or put one back from a copy")
-    print(f"resuming {run_dir} " + (f"from {folder.name}" if folder else "from its start: there is no checkpoint yet"))
-    _go(config, plan, run_dir, folder)
+    job = Job(*rundir.load(run_dir, overrides), run_dir)
+    with rundir.locked(run_dir):
+        folder, damaged = checkpoint.newest_valid(run_dir)
+        for line in damaged:
+            print(f"damaged checkpoint {line}")
+        if folder is None and damaged:
+            raise UserError(f"{run_dir}: every checkpoint is damaged; start a new run, or put one back from a copy")
+        print(f"resuming from {folder.name if folder else 'the start: there is no checkpoint yet'}")
+        rundir.keep(run_dir, job.config)
+        _go(job, folder)
 
 
-def _go(config: RunConfig, plan: PrecisionPlan, run_dir: Path, folder: Path | None) -> None:
+class Job:
+    """What a run needs that is known before it starts. Raises UserError for everything that can be seen by then."""
+
+    def __init__(self, config: RunConfig, plan: PrecisionPlan, run_dir: Path) -> None:
+        self.config, self.plan, self.run_dir = config, plan, run_dir
+        self.slot = find_slot(config)
+        self.tokenizer = make_tokenizer(config)
+        self.task = load_task(config, self.tokenizer)
+        self.view = ProgressView(config.name, config.driver.steps)
+
+
+def _go(job: Job, folder: Path | None) -> None:
     """Everything between opening a run and closing it; ``folder``: the checkpoint to go on from."""
-    view = ProgressView(config.name, config.driver.steps)
+    config, run_dir, view = job.config, job.run_dir, job.view
     after_step = checkpoint.step_of(folder) if folder else -1
     with (
         MetricsWriter(run_dir, view, tensorboard=config.driver.tensorboard, after_step=after_step) as metrics,
-        cluster(config) as slot,
+        cluster(config),
     ):
-        if rundir.start_weights(run_dir, config) is None:
-            warm_start.prepare(config, run_dir, make_tokenizer(config), slot, view.note)
-        run = Run(config, plan, run_dir, slot, metrics, view)
+        view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")
+        learners = LearnerGroup(config, job.slot)
+        warm_start.prepare(config, run_dir, learners, job.tokenizer, job.task.train, view.note)
+        run = Run(job, learners, metrics)
         run.restore(folder) if folder else run.begin()
         run.loop()
-        view.note(f"done: {run_dir}; see it with: minite report {run_dir}")
+        view.note(f"done; see it with: minite report {run_dir}")
 
 
 class Run:
     """A run in progress. All its state is in `_state` and in the learner's checkpoint."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        plan: PrecisionPlan,
-        run_dir: Path,
-        slot: Slot,
-        metrics: MetricsWriter,
-        view: ProgressView,
-    ) -> None:
-        self.config, self.plan, self.run_dir, self.metrics, self.view = config, plan, run_dir, metrics, view
-        self.learners = LearnerGroup(config, plan, slot)
-        self.samplers = SamplerPool(config, plan, slot)
-        self.rollouts = Rollouts(config, plan.digest, self.samplers, make_tokenizer(config))
+    def __init__(self, job: Job, learners: LearnerGroup, metrics: MetricsWriter) -> None:
+        self.config, self.plan, self.run_dir, self.view = job.config, job.plan, job.run_dir, job.view
+        self.metrics = metrics
+        self.learners = learners
+        self.learners.setup(job.config, job.plan)
+        start = self.run_dir / rundir.START
+        if start.is_dir():
+            self.learners.load_hf(start)
+        self.samplers = SamplerPool(job.config, job.plan, job.slot)
+        self.rollouts = Rollouts(job.config, job.plan.digest, self.samplers, job.tokenizer, job.task)
         self.triage = TriageState()
         self.step = 0
         self.values: dict[str, float] = {}  # metrics of the step in progress
-        start = rundir.start_weights(run_dir, config)
-        if start is not None:
-            self.learners.load_hf(start)
 
     def begin(self) -> None:
         """Step 0: the first sync, and what the policy can do before any training."""
@@ -133,7 +150,8 @@ class Run:
             self.triage,
         )
         batch.weight_T = verdict.weight_T
-        lag_S = self.step - batch.weight_step_S
+        assert self.rollouts.version is not None
+        lag_S = self.rollouts.version.step - batch.weight_step_S
         self.values |= gap_metrics(gap) | verdict.metrics
         self.values |= {
             "entropy/mean": float(entropy_T[mask_T].mean()),
@@ -146,7 +164,7 @@ class Run:
 
     def _unhealthy(self, verdict: CorrectionOutput) -> None:
         limit, choice = self.config.correction.max_dropped_frac, self.config.correction.unhealthy
-        line = f"step {self.step + 1}: the correction dropped {verdict.dropped_frac:.0%} of the tokens, above {limit:.0%}"
+        line = f"step {self.step + 1}: {verdict.dropped_frac:.0%} of the tokens were dropped, more than {limit:.0%}"
         if choice == "stop":
             raise UserError(
                 f"{line}; stopped as correction.unhealthy says. The newest checkpoint is intact: see docs/triage.md, "
@@ -157,10 +175,12 @@ class Run:
     def _optimize(self, batch: RolloutBatch) -> None:
         """One optimizer step per minibatch; the metrics are their means."""
         parts = torch.arange(batch.num_sequences).chunk(self.config.algo.minibatches)
+        means: dict[str, float] = {}
         for index_S in parts:
             part = batch if len(parts) == 1 else batch.select(index_S)
             for key, value in self.learners.train_step(part, float(part.loss_mask_T.sum())).items():
-                self.values[key] = self.values.get(key, 0.0) + value / len(parts)
+                means[key] = means.get(key, 0.0) + value / len(parts)
+        self.values = means | self.values  # an entropy measured before the update stays
 
     def _sync(self) -> None:
         """Learner weights to every sampler, verified there; the samplers refuse to go on with any other bytes."""
@@ -169,7 +189,7 @@ class Run:
         self.rollouts.version = version
 
     def _evaluate(self) -> None:
-        self.values["accuracy/heldout"] = self.rollouts.evaluate()
+        self.values |= self.rollouts.evaluate()
 
     def _save(self) -> None:
         self.rollouts.settle()
@@ -196,14 +216,14 @@ class Run:
         assert self.rollouts.version is not None
         if self.rollouts.version.weight_digest != state["weight_digest"]:
             raise UserError(
-                f"{folder}: the weights restored from it have digest {self.rollouts.version.weight_digest[:12]}, it was "
-                f"written with {state['weight_digest'][:12]}; remove this checkpoint and resume from an older one"
+                f"{folder}: its weights have digest {self.rollouts.version.weight_digest[:12]}, it was written with "
+                f"{state['weight_digest'][:12]}; remove this checkpoint and resume from an older one"
             )
         self.rollouts.load_state_dict(state["rollouts"])
 
     def _due(self, every: int) -> bool:
-        """True at multiples of ``every`` and at the end; 0 = never."""
-        return every > 0 and (self.step % every == 0 or self.step == self.config.driver.steps)
+        """True at multiples of ``every`` and at the end."""
+        return self.step % every == 0 or self.step == self.config.driver.steps
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ import ray
 from minite.config import RunConfig
 from minite.driver.actors import SamplerPool
 from minite.driver.buffer import RolloutBuffer, pack, request_id
-from minite.driver.data import Example, Prompt, PromptStream, load_task, reward
+from minite.driver.data import Example, Prompt, PromptStream, Task, reward
 from minite.driver.tokenizer import Tokenizer
 from minite.losses.advantage import group_advantage
 from minite.sampler.engine import Completion, Request, SamplingParams
@@ -27,12 +27,20 @@ class Rollout:
     batch: RolloutBatch  # advantages filled; old_logprob_T and weight_T not yet
     metrics: dict[str, float]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": dict(vars(self.batch)), "metrics": self.metrics}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Rollout:
+        return cls(RolloutBatch(**state["batch"]), state["metrics"])
+
 
 class Rollouts:
     """The stream of rollouts of a run. ``version`` must be set, by whoever syncs, before the first one."""
 
-    def __init__(self, config: RunConfig, plan_digest: str, samplers: SamplerPool, tokenizer: Tokenizer) -> None:
-        task = load_task(config, tokenizer)
+    def __init__(
+        self, config: RunConfig, plan_digest: str, samplers: SamplerPool, tokenizer: Tokenizer, task: Task
+    ) -> None:
         self._config, self._samplers, self._tokenizer = config, samplers, tokenizer
         self._plan_digest = plan_digest
         self._heldout = task.heldout
@@ -50,8 +58,10 @@ class Rollouts:
             self._draft = self._start(self._config.algo.prompts_per_step)
         return rollout
 
-    def evaluate(self) -> float:
-        """Share of the held-out questions answered rightly."""
+    def evaluate(self) -> dict[str, float]:
+        """Share of the held-out questions answered rightly; empty when there are none."""
+        if not self._heldout:
+            return {}
         params = replace(self._sampling(), temperature=self._config.driver.eval_temperature, top_p=1.0, top_k=0)
         groups = []
         for i, example in enumerate(self._heldout):
@@ -60,7 +70,7 @@ class Rollouts:
             groups.append([Request(f"heldout.{i:06d}", tokens, seeded)])
         completions = self._samplers.collect(self._samplers.submit(groups))
         scores = [self._score(e, c) for e, c in zip(self._heldout, completions, strict=True)]
-        return sum(scores) / len(scores)
+        return {"accuracy/heldout": sum(scores) / len(scores)}
 
     def _start(self, count: int) -> _Draft:
         assert self.version is not None, "sync before the first rollout"
@@ -96,11 +106,9 @@ class Rollouts:
         return reward(self._tokenizer.decode(completion.tokens), example.answer)
 
     def _requests(self, prompt: Prompt) -> list[Request]:
-        params, run_seed = self._sampling(), self._config.seed
-        return [
-            Request(request_id(prompt.id, i), prompt.tokens, replace(params, seed=_seed(run_seed, "train", prompt.id, i)))
-            for i in range(self._config.algo.group_size)
-        ]
+        params, seed = self._sampling(), self._config.seed
+        seeded = [replace(params, seed=_seed(seed, "train", prompt.id, i)) for i in range(self._config.algo.group_size)]
+        return [Request(request_id(prompt.id, i), prompt.tokens, p) for i, p in enumerate(seeded)]
 
     def _sampling(self) -> SamplingParams:
         s = self._config.sampler
@@ -113,12 +121,13 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         assert self._draft is None, "settle first"
-        return {"stream": self._stream.state_dict(), "buffer": self._buffer.state_dict(), "settled": self._settled}
+        settled = self._settled.state_dict() if self._settled else None
+        return {"stream": self._stream.state_dict(), "buffer": self._buffer.state_dict(), "settled": settled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.load_state_dict(state["stream"])
         self._buffer.load_state_dict(state["buffer"])
-        self._settled = state["settled"]
+        self._settled = Rollout.from_state(state["settled"]) if state["settled"] else None
 
 
 @dataclass

@@ -1,17 +1,21 @@
 """The directory that a run lives in: everything needed to go on with it is inside.
 
-    RUN/config.json  plan.json  metrics.jsonl  checkpoints/  start/ (weights the run began with)  report.html
+RUN/config.json  plan.json  metrics.jsonl  checkpoints/  start/ (weights the run began with)  report.html
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from minite.config import PrecisionPlan, RunConfig, config_from_dict, config_to_dict, resolve_plan
+from minite.driver.metrics import METRICS_FILE
 from minite.errors import UserError
 
 CONFIG, PLAN, START = "config.json", "plan.json", "start"
@@ -25,10 +29,31 @@ def create(run_dir: Path, config: RunConfig, plan: PrecisionPlan) -> None:
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _write(run_dir / CONFIG, config_to_dict(config))
         _write(run_dir / PLAN, plan.to_json())
+        _write(run_dir / CONFIG, config_to_dict(config))
     except OSError as error:
         raise UserError(f"run directory {run_dir} cannot be written: {error}; give another --run-dir") from None
+
+
+def remove_unstarted(run_dir: Path) -> None:
+    """Remove what `create` made when the run ended before its first line, so that the same command can come again."""
+    metrics = run_dir / METRICS_FILE
+    if not metrics.exists() or metrics.stat().st_size == 0:
+        shutil.rmtree(run_dir)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory; the lock ends with the process. Raises UserError when another process holds it."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_dir}: another process is running it; wait for it or stop it first") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def load(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, PrecisionPlan]:
@@ -44,11 +69,9 @@ def load(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Preci
     return config, plan
 
 
-def start_weights(run_dir: Path, config: RunConfig) -> Path | None:
-    """The weights that the run began with; None = random ones, made from the seed."""
-    if (run_dir / START).is_dir():
-        return run_dir / START
-    return Path(config.model.checkpoint) if config.model.checkpoint else None
+def keep(run_dir: Path, config: RunConfig) -> None:
+    """Overrides given to a resumed run hold for the next resume too."""
+    _write(run_dir / CONFIG, config_to_dict(config))
 
 
 def _read(run_dir: Path, name: str) -> Any:

@@ -14,55 +14,67 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from minite import __version__
 from minite.config import RunConfig, config_to_dict, env, resolve_plan
 from minite.config.schema import PrecisionConfig
 from minite.driver import rundir
-from minite.driver.actors import LearnerGroup, Slot
+from minite.driver.actors import LearnerGroup
 from minite.driver.buffer import supervised_batch
-from minite.driver.data import Example, load_task
+from minite.driver.data import Example
 from minite.driver.tokenizer import Tokenizer
 
 REPORTS = 5  # lines that tell of the progress
+_ASIDE = ".aside-start"
 
 
-def prepare(config: RunConfig, run_dir: Path, tokenizer: Tokenizer, slot: Slot, note: Callable[[str], None]) -> None:
-    """Put the weights to start from into ``run_dir/start``; nothing when the recipe asks for no warm start."""
-    if config.warm_start.steps == 0:
+def prepare(
+    config: RunConfig,
+    run_dir: Path,
+    learners: LearnerGroup,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    note: Callable[[str], None],
+) -> None:
+    """Put the weights to start from into ``run_dir/start``, unless they are there or the recipe asks for no warm start.
+
+    The directory appears whole. ``learners`` is used for the training and must be set up again afterwards.
+    """
+    start, aside = run_dir / rundir.START, run_dir / _ASIDE
+    if config.warm_start.steps == 0 or start.exists():
         return
-    cached = env.cache_dir() / "warm_start" / _key(config)
+    shutil.rmtree(aside, ignore_errors=True)  # a killed process left it
+    cached = env.cache_dir() / "warm_start" / _key(config, tokenizer, examples)
     if config.warm_start.cache and cached.is_dir():
         note("warm start: taken from the cache")
+        shutil.copytree(cached, aside)
     else:
-        with tempfile.TemporaryDirectory(dir=run_dir) as aside:
-            made = Path(aside) / "weights"
-            _train(_in_bf16(config), tokenizer, slot, made, note)
-            if not config.warm_start.cache:
-                made.rename(run_dir / rundir.START)
-                return
-            _publish(made, cached)
-    with tempfile.TemporaryDirectory(dir=run_dir) as aside:
-        copy = Path(shutil.copytree(cached, Path(aside) / "weights"))
-        copy.rename(run_dir / rundir.START)  # whole or absent
+        _train(_in_bf16(config), learners, tokenizer, examples, aside, note)
+        if config.warm_start.cache:
+            _publish(aside, cached)
+    aside.rename(start)
 
 
-def _train(config: RunConfig, tokenizer: Tokenizer, slot: Slot, out: Path, note: Callable[[str], None]) -> None:
-    """Supervised steps on the train split, in an order that the seed decides."""
+def _train(
+    config: RunConfig,
+    learners: LearnerGroup,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    out: Path,
+    note: Callable[[str], None],
+) -> None:
+    """Supervised steps on the examples, in an order that the seed decides."""
     settings = config.warm_start
     plan = resolve_plan(config)
-    examples = load_task(config, tokenizer).train
     order = random.Random(config.seed)
-    learners = LearnerGroup(config, plan, slot)
-    try:
-        for step in range(settings.steps):
-            chosen = [_demonstration(order, examples, settings.wrong_frac) for _ in range(settings.batch_size)]
-            metrics = learners.sft_step(supervised_batch(chosen, tokenizer, plan.digest))
-            if (step + 1) % max(settings.steps // REPORTS, 1) == 0:
-                note(f"warm start: step {step + 1} of {settings.steps}, loss {metrics['loss/sft']:.3f} nats per token")
-        learners.save_hf(out)
-    finally:
-        learners.close()
+    learners.setup(config, plan)
+    for step in range(settings.steps):
+        chosen = [_demonstration(order, examples, settings.wrong_frac) for _ in range(settings.batch_size)]
+        metrics = learners.sft_step(supervised_batch(chosen, tokenizer, plan.digest))
+        if (step + 1) % max(settings.steps // REPORTS, 1) == 0:
+            note(f"warm start: step {step + 1} of {settings.steps}, loss {metrics['loss/sft']:.3f} nats per token")
+    learners.save_hf(out)
 
 
 def _demonstration(order: random.Random, examples: Sequence[Example], wrong_frac: float) -> Example:
@@ -76,12 +88,21 @@ def _in_bf16(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, precision=PrecisionConfig())
 
 
-def _key(config: RunConfig) -> str:
-    """Everything that decides the weights, hashed."""
+def _key(config: RunConfig, tokenizer: Tokenizer, examples: Sequence[Example]) -> str:
+    """Everything that decides the weights, hashed: settings, what the examples say, the weights before."""
     whole = config_to_dict(config)
-    parts = {name: whole[name] for name in ("seed", "model", "data", "warm_start", "learner")}
-    text = json.dumps([__version__, parts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    parts: dict[str, Any] = {name: whole[name] for name in ("seed", "model", "warm_start", "learner")}
+    for unused in ("lr", "min_lr", "warmup_steps"):  # the warm start has a rate of its own
+        del parts["learner"][unused]
+    del parts["warm_start"]["cache"]
+    digest = hashlib.sha256(json.dumps([__version__, parts, tokenizer.eos_id], sort_keys=True).encode())
+    for example in examples:
+        texts = (example.prompt, example.answer, example.wrong)
+        digest.update(repr([text and tokenizer.encode(text) for text in texts]).encode())
+    if config.model.checkpoint is not None:
+        for file in sorted(Path(config.model.checkpoint).glob("*")):  # contents would take minutes to read
+            digest.update(repr((file.name, file.stat().st_size, file.stat().st_mtime_ns)).encode())
+    return digest.hexdigest()[:24]
 
 
 def _publish(made: Path, cached: Path) -> None:

@@ -1,0 +1,75 @@
+"""Ray on this machine: who gets which share of it, and a cluster that lives as long as the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ray
+
+from minite.config import RunConfig, env
+from minite.errors import ProcessDied, UserError
+
+OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one actor gets of the machine."""
+
+    cpus: float  # Ray's bookkeeping: colocated learner and sampler share a core
+    threads: int  # of torch
+
+
+def find_slot(config: RunConfig) -> Slot:
+    """The share of each actor. Raises UserError when the CPUs do not suffice for the placement."""
+    learners, samplers = config.learner.world_size, config.sampler.count
+    colocated = config.driver.placement == "colocated"
+    cpus, needed = _cpus(config), max(learners, samplers) if colocated else learners + samplers
+    if needed > cpus:
+        raise UserError(
+            f"placement: {config.driver.placement} with {learners} learner rank(s) and {samplers} sampler(s) needs "
+            f"{needed} CPUs, got {cpus}: lower learner.*_parallel or sampler.count, or let them share cores with "
+            f"-o driver.num_cpus={needed}"
+        )
+    return Slot(0.5 if colocated else 1.0, config.driver.threads)
+
+
+def _cpus(config: RunConfig) -> int:
+    return config.driver.num_cpus or len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def cluster(config: RunConfig) -> Iterator[None]:
+    """A Ray of its own on this machine for the time of a run, shut down whatever happens.
+
+    A caller that has called ray.init itself keeps its Ray, before and after.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    env.apply_ray_env()
+    folder = tempfile.mkdtemp(prefix="minite-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
+    keep = False
+    try:
+        ray.init(
+            address="local",  # never a cluster that happens to run here
+            num_cpus=_cpus(config),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level="ERROR",
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield
+    except ProcessDied as error:
+        keep = True
+        raise ProcessDied(f"{error}; its last words are in a .err file under {folder}") from None
+    finally:
+        ray.shutdown()
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)  # Ray itself would leave it for ever
