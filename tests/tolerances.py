@@ -18,6 +18,12 @@ QUANT_ERROR = {
     "nvfp4_row": (0.0937, 0.0966),
     "nvfp4_tensor": (0.0937, 0.0968),
     "mxfp8": (0.0262, 0.0271),
+    "nvfp4_1d_4o6": (0.0858, 0.0884),
+    "nvfp4_row_4o6": (0.0873, 0.0899),
+    "fp8_tensor": (0.0260, 0.0268),
+    "fp8_row": (0.0259, 0.0267),
+    "fp8_128x128": (0.0260, 0.0269),
+    "fp8_1x128": (0.0253, 0.0261),
 }
 
 
@@ -44,3 +50,8 @@ def gemm_bound(abs_product: Tensor, exact: Tensor, k: int, out_dtype: torch.dtyp
     gamma = (k + 3) * u / (1 - (k + 3) * u)
     cast = torch.finfo(out_dtype).eps / 2
     return gamma * abs_product + cast * (exact.abs() + gamma * abs_product)
+
+
+# Strict alignment: every GEMM and every row-wise operation rounds the same FP64 value on both sides; what remains is
+# the FP64 log-softmax over differently batched logits. The project's promise. [nats]
+STRICT_GAP = 1e-8

@@ -8,7 +8,7 @@ from minite.layers.attention import attention, attention_decode, gather_pages
 from minite.layers.kv import dequantize_kv, quantize_kv
 from minite.layers.logprob import entropy, log_softmax, token_logprob
 from minite.layers.moe import moe_combine, moe_permute, route_topk
-from minite.layers.pointwise import apply_rope, rms_norm, rope_cos_sin, swiglu, wide_linear, work_dtype
+from minite.layers.pointwise import apply_rope, rms_norm, rope_cos_sin, round_output, swiglu, wide_linear, work_dtype
 
 __all__ = [
     "apply_rope",
@@ -23,6 +23,7 @@ __all__ = [
     "quantize_kv",
     "rms_norm",
     "rope_cos_sin",
+    "round_output",
     "route_topk",
     "swiglu",
     "token_logprob",

@@ -7,14 +7,39 @@ BF16 through FP32; beside a tie that is one unit off the nearest, the same way o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from minite.formats.rounding import round_once
 
 
 def work_dtype(strict: bool) -> torch.dtype:
     """The dtype that sums and transcendental functions are computed in: float64 in strict mode, else float32."""
     return torch.float64 if strict else torch.float32
+
+
+class _RoundOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return round_once(x, dtype) if x.dtype == torch.float64 else x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+def round_output(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An accumulated GEMM output in ``dtype``, rounded as a backend rounds its own: once. The gradient passes through.
+
+    For sums that a backend cannot finish, such as those over tensor-parallel ranks: a plain cast there would part a
+    learner from a sampler that runs the same GEMM on one rank.
+    """
+    rounded: Tensor = _RoundOutput.apply(x, dtype)
+    return rounded
 
 
 def rms_norm(x: Tensor, w_K: Tensor, eps: float, strict: bool) -> Tensor:

@@ -93,7 +93,8 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Any:
         partial = self.matmul(x.flatten(0, 1), self.weight, ops.work_dtype(self.config.strict))[:, None]
-        return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group).to(x.dtype), None
+        summed = reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group)
+        return ops.round_output(summed, x.dtype), None
 
 
 class LogitsLinear(ColumnParallelLinear):
