@@ -61,7 +61,8 @@ BOUNDS: tuple[_Bound, ...] = (
     (
         "between 0 and 1",
         lambda x: 0 <= x <= 1,
-        "warm_start.wrong_frac correction.calm_quantile correction.calm_decay correction.response_tail_frac correction.max_dropped_frac",
+        "warm_start.wrong_frac correction.calm_quantile correction.calm_decay correction.response_tail_frac "
+        "correction.max_dropped_frac",
     ),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "learner.beta1 learner.beta2 algo.clip_low"),
     ("more than 1", lambda x: x > 1, "algo.dual_clip"),

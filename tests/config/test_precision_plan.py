@@ -165,17 +165,15 @@ def test_table_collapses_layers_and_experts(tmp_path):
     assert plan.digest[:16] in table
 
 
-def test_table_of_the_large_moe_fits_a_screen_and_is_fast():
-    """Allowed are 2 s for the whole command. CPU time, since tests share their cores; a fresh process, imports too."""
+def test_table_of_the_large_moe_fits_a_screen_and_needs_no_torch():
+    """How long the command takes is tested in tests/test_cli.py."""
     recipe = next(p for p in SHIPPED if p.name == "qwen3_30b_a3b_w4a4_grpo.yaml")
     code = (
         "import sys; from minite.config import load_recipe, resolve_plan\n"
         f"plan = resolve_plan(load_recipe({str(recipe)!r})); print(plan.table())\n"
-        "assert 'torch' not in sys.modules and len(plan) == 18673\n"
-        "import time; print(time.process_time())"
+        "assert 'torch' not in sys.modules and len(plan) == 18673"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert float(out.split()[-1]) < 2.0
     assert "model.layers.[1-46].mlp.experts.[0-127].gate_proj" in out
     assert len(out.splitlines()) < 24
 

@@ -34,6 +34,17 @@ def test_arithmetic_makes_every_question_with_its_answer_once() -> None:
     assert made["3-5="] == "-2" or "3-5=" in {e.prompt for e in task.heldout}
 
 
+def test_modular_numbers_are_equally_wide_and_answers_stand_units_first() -> None:
+    task = load(kind="modular", max_operand=11, heldout=20)
+    examples = task.train + task.heldout
+    assert len({e.prompt for e in examples}) == len(examples) >= 12 * 12 - 1
+    for e in examples:
+        a, b = int(e.prompt[:2]), int(e.prompt[3:5])
+        assert e.prompt == f"{a:02}+{b:02}=" and len(e.answer) == 2
+        assert int(e.answer[::-1]) == (a + b) % 12
+        assert e.wrong is not None and int(e.wrong[::-1]) == (a + b + 1) % 12
+
+
 @pytest.mark.parametrize("seed", [0, 1, 17])
 def test_split_holds_out_exactly_the_number_and_never_the_mirror_of_a_training_question(seed: int) -> None:
     task = load(seed, max_operand=20, operations=("+", "*"), heldout=101)
