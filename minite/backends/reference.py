@@ -5,8 +5,11 @@ sums are float32 (float64 with strict). The outer scales come last, in the order
 (pytorch/cpp_extensions/gemm.py:79-115 over a GEMM whose alpha holds the constants, recipe/nvfp4.cu:67-75):
 
     out = cast( (acc * alpha) * outer )
-    alpha = fl(1 / 7225344) for two NVFP4 operands (7225344 = 2688^2), fl(1 / 2688) for one
+    alpha = fl(1 / 7225344) for two NVFP4 operands (7225344 = 2688^2), fl(1 / 2688) for one; 448 stands for 2688 in FP8
     outer = row_amax * weight_amax, multiplied first, for two; the one amax for one
+
+FP8 with float32 scales per block is the exception: such a scale times a code is not exact in bfloat16, so those
+operands are read in float32, where it is rounded once, on every device (float64 with strict, exact).
 
 Each step is float32, or float64 with strict: there one rounding, to out_dtype, is left. The learner and the sampler
 both come through here, so the order is the same on both sides by construction.
@@ -14,7 +17,7 @@ both come through here, so the order is the same on both sides by construction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,11 +26,9 @@ from minite.backends.base import Operand
 from minite.backends.rowwise import matmul_rows
 from minite.config.operands import OPERANDS
 from minite.formats import FormatError, QTensor, block_scaled, quantize_operand
-from minite.formats.nvfp4 import OUTER_MAX
 from minite.formats.rounding import round_once
 
 _OPS = ("quantize", "gemm", "grouped_gemm")
-_ALPHA = {1: 1 / OUTER_MAX, 2: 1 / OUTER_MAX**2}  # by the number of NVFP4 operands
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Prepared:
 
     values: Tensor  # [rows, K] or [E, N, K], in the dtype that the product is computed from
     amax: Tensor | None  # [] | [rows] | [E]; None: nothing left to multiply
+    outer_max: float = 1.0  # the outer scale is amax / outer_max
 
 
 class ReferenceBackend:
@@ -76,7 +78,7 @@ class ReferenceBackend:
         assert isinstance(b_NK, Prepared)
         a = self._read(a_MK)
         acc_MN = self._product(a.values, b_NK.values)
-        return self._finish(acc_MN, a.amax, b_NK.amax, out_dtype)
+        return self._finish(acc_MN, a, b_NK, out_dtype)
 
     def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
         """[R, N]: rows of a_RK, sorted by expert, each times its expert's weight. rows_E: integers that sum to R."""
@@ -95,10 +97,10 @@ class ReferenceBackend:
         ]
         n = b_ENK.values.shape[1]
         acc_RN = torch.cat(parts) if parts else a.values.new_zeros(0, n, dtype=self._sum_dtype)
-        b_amax = b_ENK.amax
-        if b_amax is not None and b_amax.ndim == 1:
-            b_amax = b_amax.repeat_interleave(rows_E.to(b_amax.device))
-        return self._finish(acc_RN, a.amax, b_amax, out_dtype)
+        b = b_ENK
+        if b.amax is not None and b.amax.ndim == 1:
+            b = replace(b, amax=b.amax.repeat_interleave(rows_E.to(b.amax.device)))
+        return self._finish(acc_RN, a, b, out_dtype)
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -112,7 +114,9 @@ class ReferenceBackend:
         else:
             dtype = torch.bfloat16
         if isinstance(x, QTensor):
-            return Prepared(block_scaled(x, dtype), x.amax)
+            if x.block_scale is not None and x.block_scale.dtype == torch.float32:
+                dtype = torch.promote_types(dtype, torch.float32)
+            return Prepared(block_scaled(x, dtype), x.amax, 1.0 if x.amax is None else x.outer_max)
         return Prepared(x.to(torch.promote_types(dtype, x.dtype)), None)
 
     def _product(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
@@ -123,12 +127,12 @@ class ReferenceBackend:
             return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)
         return torch.mm(a_MK.to(torch.float32), b_NK.to(torch.float32).t())
 
-    def _finish(self, acc: Tensor, a_amax: Tensor | None, b_amax: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def _finish(self, acc: Tensor, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> Tensor:
         """Outer scales and the cast, in place on acc [rows, N]; amaxes are [] or [rows]."""
-        amaxes = [amax.to(acc.dtype) for amax in (a_amax, b_amax) if amax is not None]
+        amaxes = [side.amax.to(acc.dtype) for side in (a, b) if side.amax is not None]
         if amaxes:
             outer = amaxes[0] * amaxes[1] if len(amaxes) == 2 else amaxes[0]
-            acc = acc.mul_(_ALPHA[len(amaxes)]).mul_(outer.unsqueeze(-1))
+            acc = acc.mul_(1 / (a.outer_max * b.outer_max)).mul_(outer.unsqueeze(-1))
         if self.strict:
             return round_once(acc, out_dtype)
         if out_dtype == torch.float64:

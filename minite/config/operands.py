@@ -21,7 +21,7 @@ class OperandFormat:
     about: str
 
 
-_NVFP4, _MXFP8 = "minite.formats.nvfp4", "minite.formats.mxfp8"
+_NVFP4, _MXFP8, _FP8 = "minite.formats.nvfp4", "minite.formats.mxfp8", "minite.formats.fp8"
 _WEIGHT, _INPUT = frozenset({"weight"}), frozenset({"input"})
 _GROUP_SCALE = "one outer scale per fusion group (per expert)"
 
@@ -33,7 +33,13 @@ OPERANDS: dict[str, OperandFormat] = {
         OperandFormat("nvfp4_2d", _NVFP4, 4.5, 16, 16, _WEIGHT, f"E2M1, 16x16 blocks, {_GROUP_SCALE}"),
         OperandFormat("nvfp4_row", _NVFP4, 4.5, 16, 1, _INPUT, "E2M1, 1x16 blocks, one outer scale per token"),
         OperandFormat("nvfp4_tensor", _NVFP4, 4.5, 16, 1, _INPUT, "E2M1, 1x16 blocks, one outer scale for all tokens"),
+        OperandFormat("nvfp4_1d_4o6", _NVFP4, 4.5, 16, 1, _WEIGHT, "nvfp4_1d with four over six (MSE)"),
+        OperandFormat("nvfp4_row_4o6", _NVFP4, 4.5, 16, 1, _INPUT, "nvfp4_row with four over six (MSE)"),
         OperandFormat("mxfp8", _MXFP8, 8.25, 32, 1, _WEIGHT | _INPUT, "E4M3, 1x32 blocks with E8M0 scales"),
+        OperandFormat("fp8_tensor", _FP8, 8, 1, 1, _WEIGHT, f"E4M3, {_GROUP_SCALE}"),
+        OperandFormat("fp8_row", _FP8, 8, 1, 1, _INPUT, "E4M3, one scale per token"),
+        OperandFormat("fp8_128x128", _FP8, 8 + 32 / 128**2, 128, 128, _WEIGHT, "E4M3, one scale per 128x128 tile"),
+        OperandFormat("fp8_1x128", _FP8, 8.25, 128, 1, _INPUT, "E4M3, one scale per 128 values of a token"),
     )
 }
 

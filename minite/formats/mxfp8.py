@@ -13,25 +13,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minite.formats.errors import FormatError, NonFiniteError
+from minite.formats.checks import INPUT_DTYPES, check_finite
+from minite.formats.errors import FormatError
 from minite.formats.qtensor import QTensor, in_blocks
 from minite.formats.rounding import E4M3_MAX, e4m3, e8m0_ceil
 
 BLOCK = 32
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def quantize(x: Tensor, *, name: str = "tensor") -> QTensor:
     """Quantize x [.., K] (bfloat16, float16 or float32; K % 32 == 0). Raises FormatError, NonFiniteError."""
-    if x.dtype not in _INPUT_DTYPES:
+    if x.dtype not in INPUT_DTYPES:
         raise FormatError(f"mxfp8: {name}: dtype {x.dtype}; expected bfloat16, float16 or float32")
     if x.ndim < 2 or x.shape[-1] % BLOCK or not x.shape[-1]:
         raise FormatError(f"mxfp8: {name}: shape {list(x.shape)}; expected [.., rows, K % {BLOCK} == 0]")
     x32 = in_blocks(x.detach().to(torch.float32), BLOCK)
     amax = x32.abs().amax(-1)
-    if not bool(torch.isfinite(amax).all()):
-        first = (~torch.isfinite(x)).nonzero()[0].tolist()
-        raise NonFiniteError(f"mxfp8: {name}: {x[tuple(first)].item()} at {first}; quantize needs finite values")
+    check_finite(x, amax, "mxfp8", name)
     exponent = e8m0_ceil(amax * (1 / E4M3_MAX))
     codes = e4m3(x32 * _encode_factor(exponent).unsqueeze(-1)).flatten(-2).view(torch.uint8)
     return QTensor("mxfp8", codes, exponent.view(torch.float8_e8m0fnu), None, tuple(x.shape), (1, BLOCK))
@@ -39,6 +37,7 @@ def quantize(x: Tensor, *, name: str = "tensor") -> QTensor:
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values [*shape]: code * scale, exact in float32 above its subnormals, then cast to dtype."""
+    assert q.block_scale is not None
     scale = q.block_scale.to(torch.float32)
     values = in_blocks(q.codes.view(torch.float8_e4m3fn).to(torch.float32), BLOCK)
     return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)

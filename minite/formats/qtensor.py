@@ -4,9 +4,11 @@ Stored as the kernels and checkpoints want it:
 
     nvfp4   codes uint8 [.., K/2] (low nibble = even column), block_scale float8_e4m3fn [.., K/16], amax float32
     mxfp8   codes uint8 [.., K] (E4M3 bytes), block_scale float8_e8m0fnu [.., K/32], amax None
+    fp8     codes uint8 [.., K] (E4M3 bytes), and either amax or block_scale float32 (see fp8.py)
 
-``amax`` is what the outer scale comes from (outer scale = amax / 2688), kept because amax / 2688 does not round-trip.
-Its shape says what shares one outer scale: [] the tensor, [E] each expert of [E, N, K], [.., rows] each row.
+``amax`` is what the outer scale comes from (outer scale = amax / outer_max), kept because amax / 2688 does not
+round-trip. Its shape says what shares one outer scale: [] the tensor, [E] each expert of [E, N, K], [.., rows] each
+row.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from torch import Tensor
 class QTensor:
     """A quantized tensor of logical ``shape`` [.., rows, K]. 16x16 blocks repeat their scale over the 16 rows."""
 
-    format: str  # "nvfp4" | "mxfp8": name of the module in minite.formats that reads it
+    format: str  # "nvfp4" | "mxfp8" | "fp8": name of the module in minite.formats that reads it
     codes: Tensor
-    block_scale: Tensor
+    block_scale: Tensor | None  # None: the outer scale is the only one
     amax: Tensor | None
     shape: tuple[int, ...]
     block: tuple[int, int]  # (rows, columns) that share one block scale
     layout: str = "linear"  # of block_scale: "linear" | "swizzled" (see layout.py)
+    outer_max: float = 2688.0  # what amax maps to: 2688 or, with four over six, 1536; 448 for fp8
 
     @property
     def device(self) -> torch.device:
@@ -55,8 +58,7 @@ class QTensor:
 
     def to(self, device: torch.device | str) -> QTensor:
         """The same bytes on another device."""
-        amax = None if self.amax is None else self.amax.to(device)
-        return replace(self, codes=self.codes.to(device), block_scale=self.block_scale.to(device), amax=amax)
+        return replace(self, **{name: t.to(device) for name, t in self.tensors().items()})  # type: ignore[arg-type]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [*shape], in the order of arithmetic of the format's module."""
@@ -69,7 +71,7 @@ class QTensor:
 
     def first_difference(self, other: QTensor) -> str | None:
         """Where two QTensors first differ, as "field [coordinate]: bytes here != there"; None if nowhere."""
-        for field in ("format", "shape", "block", "layout"):
+        for field in ("format", "shape", "block", "layout", "outer_max"):
             if getattr(self, field) != getattr(other, field):
                 return f"{field}: {getattr(self, field)} != {getattr(other, field)}"
         mine, theirs = self.tensors(), other.tensors()

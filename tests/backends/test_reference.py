@@ -28,14 +28,14 @@ def poisoned_memory():
 
 
 def true_values(operand):
-    """float64 [rows, K] of an operand, its outer scale amax / 2688 applied in float64."""
+    """float64 [rows, K] of an operand, its outer scale (amax / 2688, FP8 / 448) applied in float64."""
     if not isinstance(operand, QTensor):
         return operand.double()
     values = block_scaled(operand, torch.float64)
     if operand.amax is None:
         return values
     amax = operand.amax.double().reshape(*operand.amax.shape, *[1] * (values.ndim - operand.amax.ndim))
-    return values * amax / 2688
+    return values * amax / {"nvfp4": 2688, "fp8": 448}[operand.format]
 
 
 def operands(m, n, k, weight, input, device="cpu", seed=0):

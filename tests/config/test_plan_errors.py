@@ -67,7 +67,8 @@ ERRORS = {
     "row scale for a weight": (
         "precision: {formats: {f: {weight: nvfp4_row}}}\n",
         "r.yaml:15: precision.formats.f.weight: operand 'nvfp4_row' (E2M1, 1x16 blocks, one outer scale per token) "
-        "cannot be an operand of that role; expected one of bf16, nvfp4_1d, nvfp4_2d, mxfp8",
+        "cannot be an operand of that role; expected one of bf16, nvfp4_1d, "
+        "nvfp4_2d, nvfp4_1d_4o6, mxfp8, fp8_tensor, fp8_128x128",
     ),
     "2d input": (
         "precision: {formats: {f: {input: nvfp4_2d}}}\n",

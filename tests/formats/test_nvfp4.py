@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tolerances import assert_same_bytes
 
 from minite.formats import FormatError, NonFiniteError, nvfp4
+from minite.formats.four_over_six import FourOverSix
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "nvfp4_te.safetensors")
 GOLDEN_INPUTS = sorted({key.split("/")[0] for key in GOLDEN})
@@ -147,8 +148,14 @@ def test_a_non_finite_value_is_named_with_its_place(bad, outer):
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"four_over_six": "mae"}, NotImplementedError, "only None"),
-        ({"rounding": "stochastic"}, NotImplementedError, "only 'rne'"),
+        ({"four_over_six": "mae"}, FormatError, "four_over_six is 'mae'"),
+        (
+            {"four_over_six": FourOverSix(), "rounding": "stochastic", "generator": torch.Generator()},
+            FormatError,
+            "rne",
+        ),
+        ({"rounding": "stochastic"}, FormatError, "without a generator"),
+        ({"rounding": "floor"}, FormatError, "'floor'"),
         ({"block": (1, 32)}, FormatError, "block"),
         ({"outer": "column"}, FormatError, "outer 'column'"),
         ({"outer": "expert"}, FormatError, "3-D"),
