@@ -50,10 +50,10 @@ def third_party_env(plan: PrecisionPlan) -> dict[str, str]:
         env["NVTE_NVFP4_DISABLE_2D_QUANTIZATION"] = "0" if blocks == "nvfp4_2d" else "1"
     inputs = [e for e in nvfp4 if e.input.startswith("nvfp4")]
     if inputs:
-        by_row = "1" if _one_choice("input", inputs, lambda e: e.input) == "nvfp4_row" else "0"
+        by_row = "1" if _one_choice("input", inputs, lambda e: e.input).startswith("nvfp4_row") else "0"
         env["NVTE_NVFP4_ROW_SCALED_ACTIVATION"] = by_row
         env["SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION"] = by_row
-    return env
+    return env | _four_over_six(any(e.weight.endswith("_4o6") for e in weights), inputs[:1])
 
 
 def apply_third_party_env(plan: PrecisionPlan) -> dict[str, str]:
@@ -69,6 +69,22 @@ def apply_third_party_env(plan: PrecisionPlan) -> dict[str, str]:
             )
     os.environ.update(wanted)
     return wanted
+
+
+def _four_over_six(weights: bool, inputs: list[PlanEntry]) -> dict[str, str]:
+    """Four over six for weights and inputs, compared as formats.nvfp4 does: MSE, bound 448, exact error."""
+    activations = any(e.input.endswith("_4o6") for e in inputs)
+    who = {(False, False): "none", (True, False): "weights", (False, True): "activations", (True, True): "all"}
+    env = {
+        "NVTE_NVFP4_4OVER6": who[weights, activations],
+        "FLASHINFER_NVFP4_4OVER6": "1" if activations else "0",  # weights arrive quantized
+    }
+    if weights or activations:
+        for prefix, use_256 in (("NVTE", "none"), ("FLASHINFER", "0")):
+            env[f"{prefix}_NVFP4_4OVER6_E4M3_USE_256"] = use_256
+            env[f"{prefix}_NVFP4_4OVER6_ERR_MODE"] = "MSE"
+            env[f"{prefix}_NVFP4_4OVER6_ERR_USE_FAST_MATH"] = "0"
+    return env
 
 
 def _backward(entry: PlanEntry) -> str:

@@ -131,7 +131,7 @@ def read_quantized(reader: Checkpoint, module: str) -> QTensor:
 def quantization_config(plan: PrecisionPlan) -> dict[str, Any]:
     """``quantization_config`` of config.json. UserError for a plan that ModelOpt's layout cannot express."""
     quantized = [e for e in plan if e.quantized]
-    other = [e for e in quantized if not e.weight.startswith("nvfp4") or e.input == "mxfp8"]
+    other = [e for e in quantized if not e.weight.startswith("nvfp4") or not e.input.startswith(("nvfp4", "bf16"))]
     if not quantized or other:
         what = f"{other[0].name} is {other[0].weight} x {other[0].input}" if other else "nothing is quantized"
         raise UserError(f"this plan has no ModelOpt NVFP4 layout: {what}; use a w4a4 or w4a16 recipe")

@@ -57,7 +57,25 @@ def test_variables_follow_the_plan(tmp_path, fmt, two_d_off, by_row, backward):
         "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH": "1",
         "NVTE_NVFP4_DISABLE_RHT": "1",
         "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
+        "NVTE_NVFP4_4OVER6": "none",
+        "FLASHINFER_NVFP4_4OVER6": "0",
     }
+
+
+@pytest.mark.parametrize(
+    ("fmt", "te", "flashinfer"),
+    [
+        ("weight: nvfp4_1d_4o6", "weights", "0"),
+        ("weight: nvfp4_1d, input: nvfp4_row_4o6", "activations", "1"),
+        ("weight: nvfp4_1d_4o6, input: nvfp4_row_4o6", "all", "1"),
+    ],
+)
+def test_four_over_six_is_asked_for_as_the_formats_have_it(tmp_path, fmt, te, flashinfer):
+    got = env.third_party_env(uniform(tmp_path, fmt))
+    assert (got["NVTE_NVFP4_4OVER6"], got["FLASHINFER_NVFP4_4OVER6"]) == (te, flashinfer)
+    assert got["NVTE_NVFP4_4OVER6_E4M3_USE_256"] == "none" and got["FLASHINFER_NVFP4_4OVER6_E4M3_USE_256"] == "0"
+    assert got["NVTE_NVFP4_4OVER6_ERR_MODE"] == got["FLASHINFER_NVFP4_4OVER6_ERR_MODE"] == "MSE"
+    assert got.get("NVTE_NVFP4_ROW_SCALED_ACTIVATION") == (None if "input" not in fmt else "1")
 
 
 def test_choices_made_once_per_process_cannot_be_mixed(tmp_path):

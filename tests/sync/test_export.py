@@ -8,10 +8,11 @@ from small_model import FORMATS, recipe, shapes, weights
 
 from minite.backends.registry import get_backend
 from minite.config import resolve_plan
+from minite.config.operands import OPERANDS
 from minite.formats import operand_amax, quantize_operand
 from minite.sync.errors import SyncError
 from minite.sync.export import pack
-from minite.sync.stored import from_parts, stored_model, to_parts
+from minite.sync.stored import from_parts, stored_model, stored_parts, to_parts
 from minite.sync.verify import compare
 
 REFERENCE = get_backend("reference", device="cpu", strict=False)
@@ -56,8 +57,15 @@ def test_members_equal_the_quantized_concatenation(fmt, members):
 def test_parts_round_trip():
     q = quantize_operand(weights(recipe("bf16"))["lm_head.weight"], "nvfp4_1d")
     assert from_parts("nvfp4_1d", to_parts(q)).bytes_equal(q)
-    m = quantize_operand(weights(recipe("bf16"))["lm_head.weight"], "mxfp8")
-    assert from_parts("mxfp8", to_parts(m)).bytes_equal(m)
+    for operand in [name for name, o in OPERANDS.items() if o.module and "weight" in o.roles]:
+        w_NK = torch.randn(256, 384, generator=torch.Generator().manual_seed(1))
+        m = quantize_operand(w_NK, operand)
+        parts = to_parts(m)
+        assert from_parts(operand, parts).bytes_equal(m)
+        stored = stored_parts(operand, 256, 384, torch.bfloat16)
+        assert {s: (tuple(p.shape), p.dtype) for s, p in parts.items()} == {
+            suffix: (want.shape, want.dtype) for suffix, want in stored.items()
+        }
 
 
 def test_unquantized_tensors_pass_untouched():

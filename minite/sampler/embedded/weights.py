@@ -36,8 +36,8 @@ class Linear:
             for e, row in enumerate(experts):
                 start = 0
                 for m, entry in enumerate(row):
-                    whole = buffer[e, start : start + entry.n] if stored.shape else buffer[e, m]
-                    self.views[f"{entry.name}.{suffix}"] = whole
+                    first, last = (stored.shape[0] * n // rows if stored.shape else 0 for n in (start, start + entry.n))
+                    self.views[f"{entry.name}.{suffix}"] = buffer[e, first:last] if stored.shape else buffer[e, m]
                     start += entry.n
         self.prepared: object = None
 
