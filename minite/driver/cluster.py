@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import ray
 
 from minite.config import RunConfig, env
@@ -54,7 +56,7 @@ def cluster(config: RunConfig) -> Iterator[None]:
         return
     env.apply_ray_env()
     folder = tempfile.mkdtemp(prefix="minite-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
-    keep = False
+    keep, undertaker = False, None
     try:
         ray.init(
             address="local",  # never a cluster that happens to run here
@@ -65,11 +67,31 @@ def cluster(config: RunConfig) -> Iterator[None]:
             log_to_driver=False,
             _temp_dir=folder,
         )
+        undertaker = _start_undertaker(folder)
         yield
     except ProcessDied as error:
         keep = True
         raise ProcessDied(f"{error}; its last words are in a .err file under {folder}") from None
     finally:
+        if undertaker is not None:
+            undertaker.kill()
+            undertaker.communicate()
         ray.shutdown()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)  # Ray itself would leave it for ever
+
+
+def _start_undertaker(folder: str) -> subprocess.Popen[bytes]:
+    """A shell that waits for the end of this process, also by SIGKILL, and then clears up behind Ray.
+
+    Most of Ray goes down with us, but its agents try for a minute to report that to a server which is gone too.
+    """
+    running = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    script = 'cat; kill -9 "$@"; sleep 3; rm -rf "$0"'  # cat ends when the pipe does, and that is held by us alone
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, folder, *running],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C is not for it
+    )
