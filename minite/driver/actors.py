@@ -15,7 +15,6 @@ import ray
 import torch
 from torch import Tensor
 
-from minite.backends.device import use_cuda
 from minite.config import PrecisionPlan, RunConfig
 from minite.driver.cluster import Slot
 from minite.errors import ProcessDied, UserError
@@ -102,8 +101,7 @@ class LearnerGroup:
     """The processes of all learner ranks. `setup` comes first; every method is collective, the result is rank 0's."""
 
     def __init__(self, config: RunConfig, slot: Slot) -> None:
-        gpus = slot.cpus if use_cuda(config.learner.device) else 0
-        actor = ray.remote(num_cpus=slot.cpus, num_gpus=gpus)(_Learner)
+        actor = ray.remote(num_cpus=slot.cpus, num_gpus=slot.learner_gpus)(_Learner)
         self._ranks = [actor.remote() for _ in range(config.learner.world_size)]
         self._threads = slot.threads
 
@@ -151,8 +149,7 @@ class SamplerPool:
     """All samplers. Requests are dealt out by prompt so that a group stays on one engine."""
 
     def __init__(self, config: RunConfig, plan: PrecisionPlan, slot: Slot) -> None:
-        gpus = slot.cpus if use_cuda(config.sampler.device) else 0
-        actor = ray.remote(num_cpus=slot.cpus, num_gpus=gpus)(_Sampler)
+        actor = ray.remote(num_cpus=slot.cpus, num_gpus=slot.sampler_gpus)(_Sampler)
         self._engines = [actor.remote() for _ in range(config.sampler.count)]
         _get([e.setup.remote(config, plan, slot.threads) for e in self._engines], "sampler")
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import psutil
 import ray
+import torch
 
+from minite.backends.device import use_cuda
 from minite.config import RunConfig, env
 from minite.errors import ProcessDied, UserError
 
@@ -24,11 +26,13 @@ class Slot:
     """What one actor gets of the machine."""
 
     cpus: float  # Ray's bookkeeping: colocated learner and sampler share a core
+    learner_gpus: float  # colocated, a learner rank and a sampler share a GPU, but no two ranks do
+    sampler_gpus: float
     threads: int  # of torch
 
 
 def find_slot(config: RunConfig) -> Slot:
-    """The share of each actor. Raises UserError when the CPUs do not suffice for the placement."""
+    """The share of each actor. Raises UserError when CPUs or GPUs do not suffice for the placement."""
     learners, samplers = config.learner.world_size, config.sampler.count
     colocated = config.driver.placement == "colocated"
     cpus, needed = _cpus(config), max(learners, samplers) if colocated else learners + samplers
@@ -38,7 +42,22 @@ def find_slot(config: RunConfig) -> Slot:
             f"{needed} CPUs, got {cpus}: lower learner.*_parallel or sampler.count, or let them share cores with "
             f"-o driver.num_cpus={needed}"
         )
-    return Slot(0.5 if colocated else 1.0, config.driver.threads)
+    on_gpu = (use_cuda(config.learner.device), use_cuda(config.sampler.device))
+    wanted = learners * on_gpu[0], samplers * on_gpu[1]
+    gpus, missing = torch.cuda.device_count(), max(wanted) if colocated else sum(wanted)
+    if missing > gpus:
+        raise UserError(
+            f"placement: {config.driver.placement} with {learners} learner rank(s) and {samplers} sampler(s) needs "
+            f"{missing} GPUs, got {gpus}: lower learner.*_parallel or sampler.count, or set learner.device or "
+            "sampler.device to cpu"
+        )
+    share = (0.6, 0.4) if colocated else (1.0, 1.0)  # over a half, so that Ray never puts two ranks on one GPU
+    return Slot(
+        cpus=0.5 if colocated else 1.0,
+        learner_gpus=share[0] * on_gpu[0],
+        sampler_gpus=share[1] * on_gpu[1],
+        threads=config.driver.threads,
+    )
 
 
 def _cpus(config: RunConfig) -> int:
