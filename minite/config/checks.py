@@ -46,7 +46,7 @@ BOUNDS: tuple[_Bound, ...] = (
     (
         "0 or more",
         lambda x: x >= 0,
-        "warm_start.steps learner.lr learner.min_lr learner.warmup_steps learner.weight_decay sampler.temperature "
+        "warm_start.steps learner.lr learner.min_lr learner.warmup_steps learner.weight_decay "
         "sampler.top_k algo.kl_coef algo.entropy_coef algo.max_resample algo.clip_high data.heldout "
         "driver.eval_temperature model.intermediate_size model.num_experts model.experts_per_token "
         "model.moe_intermediate_size seed",
@@ -54,8 +54,8 @@ BOUNDS: tuple[_Bound, ...] = (
     (
         "more than 0",
         lambda x: x > 0,
-        "model.rope_theta model.rms_norm_eps model.init_std learner.clip_grad warm_start.lr correction.limit_negative "
-        "correction.limit_positive correction.power correction.segment_risk",
+        "model.rope_theta model.rms_norm_eps model.init_std learner.clip_grad warm_start.lr sampler.temperature "
+        "correction.limit_negative correction.limit_positive correction.power correction.segment_risk",
     ),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "sampler.top_p"),
     (

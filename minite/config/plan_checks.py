@@ -122,3 +122,10 @@ def check_alignment(config: RunConfig, plan: PrecisionPlan) -> None:
                 f"{head} {path} is {getattr(plan, name)} ({config.where(path)}): {why}; "
                 f"use {name}: {aligned} or alignment: off"
             )
+    for path, whole in (("sampler.top_p", 1.0), ("sampler.top_k", 0)):
+        got = getattr(config.sampler, path.removeprefix("sampler."))
+        if got != whole:
+            raise UserError(
+                f"{head} {path} is {got} ({config.where(path)}): the sampler's log-probs are those of the truncated "
+                f"distribution, the learner's those of the whole; use {whole:g} or alignment: off"
+            )

@@ -153,6 +153,16 @@ def test_alignment_off_allows_what_alignment_forbids(tmp_path):
         assert plan_of(tmp_path, MOE, ERRORS[case][0], ["precision.alignment=off"]).alignment == "off"
 
 
+@pytest.mark.parametrize("setting", ["sampler.top_p=0.9", "sampler.top_k=20"])
+def test_aligned_log_probs_are_of_the_whole_distribution(tmp_path, setting):
+    """Truncated sampling renormalises over fewer tokens than the learner sees."""
+    name, value = setting.split("=")
+    for level in ("aligned", "strict"):
+        text = error(tmp_path, "", overrides=[f"precision.alignment={level}", setting])
+        assert f"precision.alignment is {level}, but {name} is {value} (-o {setting}): the sampler's log-probs" in text
+    plan_of(tmp_path, MOE, "", ["precision.alignment=off", setting])
+
+
 @pytest.mark.parametrize(
     ("operand", "size", "fits"),
     [("nvfp4_1d", 96, True), ("nvfp4_1d", 100, False), ("mxfp8", 96, True), ("mxfp8", 112, False)],
