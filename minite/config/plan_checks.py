@@ -122,6 +122,11 @@ def check_alignment(config: RunConfig, plan: PrecisionPlan) -> None:
                 f"{head} {path} is {getattr(plan, name)} ({config.where(path)}): {why}; "
                 f"use {name}: {aligned} or alignment: off"
             )
+    if plan.alignment == "aligned" and config.model.num_experts and not config.algo.router_replay:
+        raise UserError(
+            f"{head} algo.router_replay is false ({config.where('algo.router_replay')}): a token near a tie would take "
+            "other experts on the other side; use router_replay: true, or alignment: strict or off"
+        )
     for path, whole in (("sampler.top_p", 1.0), ("sampler.top_k", 0)):
         got = getattr(config.sampler, path.removeprefix("sampler."))
         if got != whole:

@@ -146,7 +146,7 @@ class AlgoConfig:
     dual_clip: float | None = None  # e.g. 3.0: bound of the loss for negative advantages
     kl_coef: float = 0.0  # k3 KL to the warm-start policy
     entropy_coef: float = 0.0
-    router_replay: bool = True  # learner uses the experts that the sampler chose
+    router_replay: bool = True  # learner uses the experts that the sampler chose; alignment: aligned needs it
     drop_flat_groups: bool = True  # groups whose rewards are all equal are resampled (dynamic sampling)
     max_resample: int = 2  # extra rollout rounds to fill the batch after drops
 

@@ -153,6 +153,15 @@ def test_alignment_off_allows_what_alignment_forbids(tmp_path):
         assert plan_of(tmp_path, MOE, ERRORS[case][0], ["precision.alignment=off"]).alignment == "off"
 
 
+def test_aligned_experts_are_replayed(tmp_path):
+    setting = "algo.router_replay=false"
+    text = error(tmp_path, "", overrides=[setting])
+    assert f"precision.alignment is aligned, but algo.router_replay is false (-o {setting})" in text
+    for level in ("strict", "off"):  # strict: both sides compute the same router logits, so they choose alike
+        plan_of(tmp_path, MOE, "", [setting, f"precision.alignment={level}"])
+    plan_of(tmp_path, DENSE, "", [setting])
+
+
 @pytest.mark.parametrize("setting", ["sampler.top_p=0.9", "sampler.top_k=20"])
 def test_aligned_log_probs_are_of_the_whole_distribution(tmp_path, setting):
     """Truncated sampling renormalises over fewer tokens than the learner sees."""

@@ -95,7 +95,7 @@ def test_router_replay_uses_recorded_experts():
         own = worker.logprobs(free)[0]
         assert torch.equal(worker.logprobs(unrecorded)[0], own)
         assert (worker.logprobs(data)[0] - own).abs().max() > 0.01
-    with learner(recipe(algo=AlgoConfig(router_replay=False))) as worker:
+    with learner(recipe(alignment="off", algo=AlgoConfig(router_replay=False))) as worker:
         assert torch.equal(worker.logprobs(data)[0], own)
 
 
