@@ -36,7 +36,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "at least 1",
         lambda x: x >= 1,
         "model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.vocab_size "
-        "model.max_seq_len learner.tensor_parallel learner.expert_parallel learner.pipeline_parallel "
+        "model.max_seq_len learner.tensor_parallel learner.expert_parallel "
         "learner.data_parallel learner.tokens_per_microbatch sampler.count sampler.max_batch sampler.kv_tokens "
         "sampler.max_new_tokens algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
@@ -163,8 +163,6 @@ def check_parallel(config: RunConfig) -> None:
     dp = config.learner.data_parallel
     if dp > 1 and dp % ep:
         raise _fail(config, "learner.expert_parallel", f"does not divide data_parallel {dp}; leave one of them at 1")
-    if config.learner.pipeline_parallel > 1:
-        raise _fail(config, "learner.pipeline_parallel", "pipeline parallelism is not supported; expected 1")
 
 
 def check_batch(config: RunConfig) -> None:

@@ -94,7 +94,6 @@ class LearnerConfig:
 
     tensor_parallel: int = 1
     expert_parallel: int = 1  # experts are spread over the data-parallel ranks, of which there are at least as many
-    pipeline_parallel: int = 1
     data_parallel: int = 1
     device: str = "auto"  # auto | cpu | cuda
     lr: float = 1e-6
@@ -115,7 +114,7 @@ class LearnerConfig:
     @property
     def world_size(self) -> int:
         """Learner processes."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_ranks
+        return self.tensor_parallel * self.data_ranks
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from minite.errors import UserError
 def start(run_config: RunConfig, rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
     """Join the other ranks. Order of ranks: tensor parallel fastest, then data; experts are split over data ranks."""
     layout = run_config.learner
-    if layout.pipeline_parallel != 1:
-        raise UserError(f"learner.pipeline_parallel is {layout.pipeline_parallel}: not supported, expected 1")
     if world_size != layout.world_size:
         raise UserError(
             f"learner: {world_size} processes were started, but tensor_parallel {layout.tensor_parallel} times "

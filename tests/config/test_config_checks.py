@@ -47,7 +47,6 @@ MISTAKES = [
         "learner.expert_parallel=4 learner.data_parallel=2",
         "learner.expert_parallel is 4: does not divide data_parallel 2; leave one of them at 1",
     ),
-    ("learner.pipeline_parallel=2", "learner.pipeline_parallel is 2: pipeline parallelism is not supported"),
     (
         "algo.minibatches=3",
         "algo.minibatches is 3: a minibatch would hold 85.3 responses, which group_size 8 does not divide; "
