@@ -65,6 +65,36 @@ def test_random_shapes_and_magnitudes_equal_the_scalar_reference(seed):
     assert_equals_scalar(x, (1, 16), "row" if seed % 2 else "tensor", WAYS[seed])
 
 
+def near_ties():
+    """Blocks [917, 16] of a few values whose two errors are equal to four units in the last place, and how to compare.
+
+    Of eighths of one number, so that the two errors are often equal but for rounding.
+    """
+    how = FourOverSix("mse", 256)
+    x = torch.randint(-8, 9, (2048, 256), generator=seeded(8)).float() * (1.37 / 8)
+    x[:, 0] = 1.37
+    amax = x.view(2048, 16, 16).abs().amax(-1)
+    errors = []
+    for expand in (1.5, 1.0):
+        scale = (amax / 6 * (6 * 256 / amax.new_tensor(1.37)) * expand).clamp(max=448).to(torch.float8_e4m3fn).float()
+        step = (scale * (1.37 / 1536)).double().unsqueeze(-1)
+        y = x.view(2048, 16, 16).double() / step
+        values = torch.tensor(four_over_six_scalar.E2M1, dtype=torch.float64)
+        nearest = (y.abs().unsqueeze(-1) - values).abs().amin(-1)
+        errors.append(((nearest * step) ** 2).sum(-1))
+    tied = ((errors[0] - errors[1]).abs() < 1e-6 * errors[1]) & (amax == amax.max())
+    return x.view(2048, 16, 16)[tied], how
+
+
+def test_errors_are_added_in_the_kernels_order():
+    """Where two errors tie but for rounding, the order of the sum decides the scale."""
+    blocks, how = near_ties()
+    assert len(blocks) > 500
+    assert_equals_scalar(blocks[:300], (1, 16), "row", how)
+    pick = torch.randint(0, len(blocks), (16, 100), generator=seeded(1))
+    assert_equals_scalar(blocks[pick].flatten(1), (16, 16), "tensor", how)
+
+
 def test_a_tie_takes_the_map_to_six():
     """Zeros and a single value of the block: both maps are exact, so both errors are 0."""
     x = torch.zeros(1, 16)

@@ -5,8 +5,13 @@ import torch
 from tiny_engine import DENSE, MOE, config, engine, load, requests, shipment
 
 from minite.config import resolve_plan
+from minite.config.operands import OPERANDS
+from minite.config.plan import PlanEntry
+from minite.formats import quantize_operand
 from minite.sampler.embedded import EmbeddedEngine
+from minite.sampler.embedded.weights import Linear
 from minite.sync.errors import SyncError
+from minite.sync.stored import to_parts
 from minite.sync.transport import MANIFEST, from_wire, package
 from minite.sync.verify import compare
 
@@ -48,6 +53,24 @@ def test_held_bytes_are_those_sent(model, fmt):
     assert e.model.weights.views.keys() == e.model.weights.stored.keys()
     assert compare(sent, e.model.weights.views) is None
     assert e.generate(requests(2))[0].weight_version == version
+
+
+@pytest.mark.parametrize("operand", [name for name, o in OPERANDS.items() if "weight" in o.roles and o.module])
+def test_fused_members_lie_where_the_fused_matrix_has_them(operand):
+    """Also where a scale covers 128 rows: members of 128 and 256 rows begin at its rows 0 and 1."""
+    members = [
+        PlanEntry(f"m.{name}_proj", n, 256, "f", operand, "bf16", "bf16", "bf16", "m.gate_up", "rule")
+        for name, n in (("gate", 128), ("up", 256))
+    ]
+    fused_NK = torch.randn(384, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    fused_NK[100, 7] = 40
+    whole = quantize_operand(fused_NK, operand)
+    linear = Linear([members], grouped=False, dtype=torch.bfloat16, device=torch.device("cpu"))
+    for entry, part_NK in zip(members, fused_NK.split([128, 256]), strict=True):
+        for suffix, tensor in to_parts(quantize_operand(part_NK, operand, amax=whole.amax)).items():
+            linear.views[f"{entry.name}.{suffix}"].copy_(tensor)
+    held = {suffix: b[0, 0] if suffix == "weight_amax" else b[0] for suffix, b in linear.buffers.items()}
+    assert compare(held, to_parts(whole)) is None
 
 
 def test_missing_tensor():
