@@ -8,8 +8,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from minite.config.schema import ModelConfig
 from minite.errors import UserError
+
+NOT_NUMERIC = {"checkpoint", "init_std", "max_seq_len"}  # of ModelConfig: where weights start, and a bound
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class PrecisionPlan:
     """One entry per linear in model order, and the model-wide choices."""
 
     entries: tuple[PlanEntry, ...]
+    model: dict[str, Any]  # the settings of ModelConfig that change a number
     kv_cache: str
     lm_head_dtype: str
     alignment: str
@@ -99,27 +104,36 @@ class PrecisionPlan:
             rules = data.pop("rules")
             entries = tuple(PlanEntry(**{**module, "rule": rules[module["rule"]]}) for module in data.pop("modules"))
             plan = PrecisionPlan(entries=entries, **data)
+            digest = plan_digest(plan)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError(f"{source}: not a precision plan ({error}); remake it with: minite plan --json") from None
-        if plan_digest(plan) != plan.digest:
+        if digest != plan.digest:
             raise UserError(f"{source}: its digest does not fit its content; remake it with: minite plan --json")
         return plan
 
 
 def make_plan(
-    entries: tuple[PlanEntry, ...], *, kv_cache: str, lm_head_dtype: str, alignment: str, backend: str
+    entries: tuple[PlanEntry, ...],
+    model: ModelConfig,
+    *,
+    kv_cache: str,
+    lm_head_dtype: str,
+    alignment: str,
+    backend: str,
 ) -> PrecisionPlan:
     """A plan with its digest filled in."""
-    draft = PrecisionPlan(entries, kv_cache, lm_head_dtype, alignment, backend, digest="")
+    numbers = {name: value for name, value in vars(model).items() if name not in NOT_NUMERIC}
+    draft = PrecisionPlan(entries, numbers, kv_cache, lm_head_dtype, alignment, backend, digest="")
     return dataclasses.replace(draft, digest=plan_digest(draft))
 
 
 def plan_digest(plan: PrecisionPlan) -> str:
-    """SHA-256 over what changes a number: shapes, operands, groups and the model-wide choices.
+    """SHA-256 over what changes a number: the model, shapes, operands, groups and the model-wide choices.
 
     The names of formats and the rules are left out: two recipes that decide alike have equal digests.
     """
-    digest = hashlib.sha256(repr((plan.kv_cache, plan.lm_head_dtype, plan.alignment, plan.backend)).encode())
+    model = sorted(plan.model.items())
+    digest = hashlib.sha256(repr((model, plan.kv_cache, plan.lm_head_dtype, plan.alignment, plan.backend)).encode())
     for e in plan.entries:
         group = e.group if e.quantized else None  # only quantized members share a scale
         digest.update(repr((e.name, e.n, e.k, e.weight, e.input, e.dgrad, e.wgrad, group)).encode())

@@ -55,6 +55,7 @@ def resolve_plan(run_config: RunConfig) -> PrecisionPlan:
         )
     plan = make_plan(
         tuple(entries),
+        model,
         kv_cache=precision.kv_cache,
         lm_head_dtype=precision.lm_head_dtype,
         alignment=precision.alignment,

@@ -11,7 +11,7 @@ import pytest
 from recipe_files import DENSE, MOE, SHIPPED, message, plan_of, rules, write
 
 from minite.config import PrecisionPlan, load_recipe, resolve_plan
-from minite.config.plan import plan_digest
+from minite.config.plan import make_plan, plan_digest
 
 REST = '{match: "**", use: bf16}'
 
@@ -118,6 +118,32 @@ def test_digest_is_of_numbers_only(tmp_path):
     assert plan_of(tmp_path, MOE.replace("hidden_size: 64", "hidden_size: 128"), base).digest != plan.digest
 
 
+CHANGED_MODEL = {
+    "kind": "qwen3",
+    "tie_word_embeddings": True,
+    "dtype": "fp32",
+    "num_heads": 2,
+    "checkpoint": "elsewhere",
+    "init_std": 0.5,
+    "max_seq_len": 64,
+}  # the others: the number plus one
+
+
+def test_digest_covers_every_number_of_the_model(tmp_path):
+    """Start and length bound aside, a setting of the model that is changed, is another policy."""
+    config = load_recipe(write(tmp_path, MOE))
+    plan = resolve_plan(config)
+    for name, value in vars(config.model).items():
+        new = CHANGED_MODEL[name] if name in CHANGED_MODEL else value + 1
+        changed = replace(config.model, **{name: new})
+        other = make_plan(
+            plan.entries, changed, kv_cache="bf16", lm_head_dtype="fp32", alignment="aligned", backend="auto"
+        )
+        assert (other.digest == plan.digest) == (name in ("checkpoint", "init_std", "max_seq_len")), name
+    for text in ("model.rope_theta=5e5", "model.rms_norm_eps=1e-5", "model.experts_per_token=1"):
+        assert plan_of(tmp_path, MOE, "", [text]).digest != plan.digest
+
+
 def test_json_round_trip_and_damage(tmp_path):
     plan = plan_of(
         tmp_path,
@@ -130,9 +156,19 @@ def test_json_round_trip_and_damage(tmp_path):
     assert data["digest"] == plan.digest and len(data["modules"]) == len(plan) and len(data["rules"]) == 3
     assert data["modules"][7] == {**vars(plan.entries[7]), "rule": data["rules"].index(plan.entries[7].rule)}
 
+    no_model = json.dumps({**data, "model": []})
+    other = json.dumps({**data, "model": {**data["model"], "rope_theta": 5e5}})
+    assert "its digest does not fit its content" in message(PrecisionPlan.from_json, other)
     data["modules"][7]["input"] = "bf16"
     assert "plan.json: its digest does not fit its content" in message(PrecisionPlan.from_json, json.dumps(data))
-    for damaged in (text[:-40], "[]", "{}", text.replace('"rule": 0', '"rule": 9', 1), text.replace('"n"', '"m"', 1)):
+    for damaged in (
+        text[:-40],
+        "[]",
+        "{}",
+        text.replace('"rule": 0', '"rule": 9', 1),
+        text.replace('"n"', '"m"', 1),
+        no_model,
+    ):
         assert message(PrecisionPlan.from_json, damaged, "D/plan.json").startswith("D/plan.json: not a precision plan")
 
 
