@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from minite.backends.base import Backend
 
 # Best first: "auto" takes the first that is not refused.
-_HOMES = {"reference": ("minite.backends.reference", "ReferenceBackend")}
+_HOMES = {
+    "triton": ("minite.backends.triton.backend", "TritonBackend"),
+    "reference": ("minite.backends.reference", "ReferenceBackend"),
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""The backend "triton": NVFP4 emulated on a GPU from Hopper on. Same codes and scales as the reference, to the bit.
+
+Imports triton only when it is constructed, so that `minite doctor` can ask for the reason of a refusal anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minite.backends.base import Operand
+from minite.backends.reference import Prepared, ReferenceBackend
+from minite.config.operands import OPERANDS
+from minite.formats import FormatError, QTensor, block_scaled
+from minite.formats.checks import check_finite, check_shape, given_amax
+
+_MIN_CAPABILITY = (9, 0)
+_TMA_ALIGNMENT = 16  # bytes, of the first element and of rows
+_QUANTIZED = {  # operand name -> block, outer scale of a matrix
+    "nvfp4_1d": ((1, 16), "tensor"),
+    "nvfp4_2d": ((16, 16), "tensor"),
+    "nvfp4_row": ((1, 16), "row"),
+    "nvfp4_tensor": ((1, 16), "tensor"),
+}
+
+
+class TritonBackend:
+    """Implements backends.base.Backend.
+
+    Products with an outer scale run in grouped.py, those without (gradients, MXFP8) in torch. What is not in _QUANTIZED
+    is quantized by the reference's torch code, on the device.
+
+    Weights with NaN or Inf, or an amax below their own, raise as in the reference. Activations are not looked at, which
+    would stall the device in every linear: a row that holds NaN or Inf has a non-finite amax, so its results are too.
+    """
+
+    name = "triton"
+    kind = "emulated"
+
+    def __init__(self, *, strict: bool) -> None:
+        from minite.backends.triton import grouped, quantize
+
+        self.strict = strict
+        self._kernels, self._grouped = quantize, grouped
+        self._torch = ReferenceBackend(strict=False)
+
+    @staticmethod
+    def refused(device: str, strict: bool) -> str | None:
+        """Why this backend cannot run there; None: it can."""
+        if device != "cuda":
+            return f"runs on CUDA devices, not on {device}"
+        if strict:
+            return "strict alignment needs sums that do not depend on the batch; its tiles depend on it"
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        capability = torch.cuda.get_device_capability()
+        if capability < _MIN_CAPABILITY:
+            return "needs sm_90 (Hopper) or newer; this GPU is sm_{}{}".format(*capability)
+        return None
+
+    def unsupported_reason(self, op: str, weight: str, input: str) -> str | None:
+        """None for every pair of operand names in config.operands."""
+        return self._torch.unsupported_reason(op, weight, input)
+
+    def quantize(
+        self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Operand:
+        """As formats.quantize_operand, byte for byte; see the class about NaN and Inf."""
+        if how not in _QUANTIZED:
+            return self._torch.quantize(x_MK, how, amax=amax, generator=generator)
+        block, outer = _QUANTIZED[how]
+        outer = "expert" if outer == "tensor" and x_MK.ndim == 3 else outer
+        x_MK = x_MK.detach()
+        check_shape(x_MK, block, outer, how)
+        if "weight" in OPERANDS[how].roles:
+            measured = self._kernels.outer_amax(x_MK, outer)
+            check_finite(x_MK, measured, "nvfp4", how)
+            amax = measured if amax is None else given_amax(amax, measured, "nvfp4", how)
+        elif amax is not None:
+            shape = x_MK.shape[: {"tensor": 0, "expert": 1, "row": x_MK.ndim - 1}[outer]]
+            if amax.dtype != torch.float32 or amax.numel() != shape.numel():
+                got = f"{amax.dtype} {list(amax.shape)}"
+                raise FormatError(f"triton: {how}: amax is {got}; expected float32 {list(shape)}")
+            amax = amax.to(x_MK.device).reshape(shape)
+        return self._kernels.quantize(x_MK, block, outer, amax)
+
+    def prepare(self, w: Operand) -> Prepared:
+        """A weight [N, K] or [E, N, K] as codes x block scales in bfloat16: 16 bits an element, read by every GEMM."""
+        if isinstance(w, QTensor) and w.outer == "row":
+            raise FormatError("triton: a weight with one outer scale per row; expected one per tensor or expert")
+        return self._read(w)
+
+    def gemm(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype) -> Tensor:
+        """[M, N] = a_MK @ b_NK.T in out_dtype (bfloat16, float32). b_NK comes from prepare."""
+        assert isinstance(b_NK, Prepared)
+        a = self._read(a_MK)
+        if not _for_kernel(a, b_NK, out_dtype):
+            return self._torch.gemm(a_MK, b_NK, out_dtype)
+        b_1NK = Prepared(b_NK.values[None], b_NK.amax, b_NK.outer_max)
+        return self._grouped.gemm(_aligned(a), _aligned(b_1NK), out_dtype)
+
+    def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """[R, N]: rows of a_RK, sorted by expert, each times its expert's weight.
+
+        rows_E: integers on the device that sum to R. Never read by the host, so a wrong sum is not noticed.
+        """
+        assert isinstance(b_ENK, Prepared)
+        a = self._read(a_RK)
+        rows_E = rows_E.to(a.values.device)
+        if _for_kernel(a, b_ENK, out_dtype):
+            return self._grouped.gemm(_aligned(a), _aligned(b_ENK), out_dtype, rows_E)
+        if _for_grouped_mm(a, b_ENK, out_dtype):
+            ends_E = rows_E.cumsum(0, dtype=torch.int32)
+            return F.grouped_mm(_aligned(a).values, b_ENK.values.transpose(1, 2), offs=ends_E)
+        return self._torch.grouped_gemm(a_RK, b_ENK, rows_E, out_dtype)
+
+    def _read(self, x: Operand) -> Prepared:
+        if not isinstance(x, QTensor):
+            return Prepared(x, None)
+        if x.format == "nvfp4":
+            values = self._kernels.block_scaled(x)
+        else:  # float32 block scales times codes are not exact in bfloat16: the reference multiplies those
+            wide = x.block_scale is not None and x.block_scale.dtype == torch.float32
+            values = block_scaled(x, torch.float32 if wide else torch.bfloat16)
+        return Prepared(values, x.amax, 1.0 if x.amax is None else x.outer_max)
+
+
+def _for_kernel(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> bool:
+    return (
+        a.values.dtype == b.values.dtype == torch.bfloat16
+        and (a.amax is not None or b.amax is not None)
+        and a.values.shape[-1] % 8 == 0
+        and out_dtype in (torch.bfloat16, torch.float32)
+    )
+
+
+def _for_grouped_mm(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> bool:
+    """torch's grouped product rounds once, to bfloat16; it wants rows of both and of the result aligned."""
+    k, n = a.values.shape[-1], b.values.shape[1]
+    plain = a.amax is None and b.amax is None and a.values.dtype == b.values.dtype == out_dtype == torch.bfloat16
+    return plain and a.values.shape[0] > 0 and k % 8 == 0 and n % 8 == 0
+
+
+def _aligned(x: Prepared) -> Prepared:
+    values = x.values.contiguous()
+    return replace(x, values=values if values.data_ptr() % _TMA_ALIGNMENT == 0 else values.clone())
