@@ -1,51 +1,60 @@
-"""Hugging Face safetensors directories: read into a model, written from one. Streaming, tensor by tensor."""
+"""Parameters by Hugging Face name: from a directory of the recipe's model or at random, and back to a directory."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from minite.config import RunConfig
 from minite.errors import UserError
+from minite.models.hf_config import read_hf_config, write_hf_config
 from minite.models.weight_ops import WeightMap
+from minite.sync.checkpoint import Checkpoint, CheckpointWriter
 
-FILE_BYTES = 4 << 30  # per safetensors file, as the hub's own checkpoints
+# Settings of the model in which a checkpoint may differ: they change where training starts or ends, not the policy.
+_FREE = {"dtype", "checkpoint", "init_std", "max_seq_len"}
+
+Read = Callable[[str, tuple[int, ...]], Tensor]  # (name, expected shape) -> tensor on the CPU, in the dtype of the file
 
 
-class HFReader:
-    """The tensors of a directory by name. Raises UserError when it holds none, or not the one that is asked for."""
+def reader(path: str | Path, config: RunConfig) -> Read:
+    """How to read the parameters of a directory that holds the recipe's model.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise UserError(
-                f"model.checkpoint: {self.path} has no *.safetensors file; give a Hugging Face model directory"
-            )
-        try:
-            self._files = {f: safe_open(f, framework="pt") for f in files}
-        except SafetensorError as error:
-            raise UserError(f"model.checkpoint: {self.path} has a damaged file ({error}); copy it again") from None
-        self._home = {name: handle for handle in self._files.values() for name in handle.keys()}  # noqa: SIM118 not a dict
+    Raises UserError, here or at a read, for a directory that is none, another model, a missing or unfit tensor.
+    """
+    try:
+        directory = Checkpoint(path)
+    except UserError as error:
+        raise UserError(f"model.checkpoint: {error}") from None
+    _check_same_model(Path(path) / "config.json", config)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor of the expected shape, on the CPU, in the dtype of the file."""
-        if name not in self._home:
-            raise UserError(f"model.checkpoint: {self.path} has no tensor {name}; is it the model of this recipe?")
-        tensor = self._home[name].get_tensor(name)
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = directory.read(name)
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise UserError(
-                f"model.checkpoint: {self.path}: {name} is {list(tensor.shape)} {tensor.dtype}, but the recipe's model "
+                f"model.checkpoint: {path}: {name} is {list(tensor.shape)} {tensor.dtype}, but the recipe's model "
                 f"needs {list(shape)} in BF16 or FP32"
             )
         return tensor
+
+    return read
+
+
+def _check_same_model(file: Path, config: RunConfig) -> None:
+    """Equal shapes are not enough: with another rope_theta the same weights are another policy."""
+    written = read_hf_config(file)
+    for name, wanted in vars(config.model).items():
+        got = getattr(written, name)
+        if name not in _FREE and got != wanted:
+            where = config.where(f"model.{name}")
+            raise UserError(
+                f"{where}: model.{name} is {wanted!r}, but {file} says {got!r}; "
+                f"set model.{name}: {got} or give the checkpoint of this model"
+            )
 
 
 def initial_tensor(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -58,32 +67,11 @@ def initial_tensor(name: str, shape: tuple[int, ...], std: float, seed: int) -> 
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def write(
-    directory: str | Path, named: Iterable[tuple[str, Tensor]], ops: WeightMap, hf_config: dict[str, Any], keep: bool
-) -> None:
-    """Write full megatron parameters as an HF directory. Where ``keep`` is False the parameters are only drained."""
-    directory = Path(directory)
-    index: dict[str, str] = {}
-    part: dict[str, Tensor] = {}
-    size = 0
-
-    def flush() -> None:
-        nonlocal part, size
-        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-        save_file(part, directory / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(part, name))
-        part, size = {}, 0
-
-    if keep:
-        directory.mkdir(parents=True, exist_ok=True)
-    for name, full in named:
-        for hf_name, tensor in ops.to_hf(name, full) if keep else []:
-            part[hf_name] = tensor.cpu().clone().contiguous()
-            size += tensor.numel() * tensor.element_size()
-            if size >= FILE_BYTES:
-                flush()
-    if keep:
-        flush()
-        weight_map = {"metadata": {}, "weight_map": index}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(weight_map, indent=1))
-        (directory / "config.json").write_text(json.dumps(hf_config, indent=1))
+def write(path: str | Path, named: Iterable[tuple[str, Tensor]], ops: WeightMap, config: RunConfig) -> None:
+    """Write full megatron parameters as an HF directory, which must be new."""
+    with CheckpointWriter(path) as writer:
+        for name, full in named:
+            for hf_name, tensor in ops.to_hf(name, full):
+                # A copy: parameters share one buffer, and parts of one parameter share its memory.
+                writer.add(hf_name, tensor.clone())
+        writer.write_json("config.json", write_hf_config(config.model))

@@ -13,14 +13,13 @@ from minite.layers import ops
 from minite.learner.moe import ReplayRouter
 from minite.learner.packing import Microbatch
 from minite.learner.provider import LogitsLinear, PackedParams, PolicyConfig, block_spec
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from minite.sync.stored import MODEL_DTYPES
 
 
 def policy_config(run_config: RunConfig, plan: PrecisionPlan, device: torch.device) -> PolicyConfig:
     """Megatron's settings for a recipe. What is not named here is megatron's default or unused by our modules."""
     m, layout = run_config.model, run_config.learner
-    dtype, strict, moe = DTYPES[m.dtype], plan.alignment == "strict", m.num_experts > 0
+    dtype, strict, moe = MODEL_DTYPES[m.dtype], plan.alignment == "strict", m.num_experts > 0
     return PolicyConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,

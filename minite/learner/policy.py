@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from minite.config import PrecisionPlan, RunConfig
 from minite.learner import checkpoint, hf, optimizer, precision, shards
 from minite.learner.model import PolicyModel, policy_config
 from minite.models import get_model
-from minite.models.hf_config import write_hf_config
 from minite.sync.export import pack
 from minite.sync.transport import Bucket, package
 from minite.types import WeightVersion
@@ -44,9 +43,9 @@ class Policy:
 
     def load_hf(self, path: str | Path) -> None:
         """Start from a Hugging Face directory with a fresh optimizer; it becomes the KL reference if there is a KL."""
-        self._start_from(hf.HFReader(path).read)
+        self._start_from(hf.reader(path, self.config))
 
-    def _start_from(self, read: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+    def _start_from(self, read: hf.Read) -> None:
         parameters = dict(self.model.named_parameters())
         for op in self._ops:
             full = op.join(tuple(read(name, self._shapes[name]) for name in op.hf))
@@ -83,8 +82,7 @@ class Policy:
         """Weights as samplers take them, on rank 0; None on the others, which only take part in the gathers."""
         full = shards.full_parameters(self.model)
         if dist.get_rank() != 0:
-            for _ in full:
-                pass
+            _drain(full)
             return None
         named = (pair for name, tensor in full for pair in self._ops.to_hf(name, tensor))
         groups = pack(self.plan, named, self.backend, shapes=self._shapes)
@@ -92,8 +90,11 @@ class Policy:
 
     def save_hf(self, path: str | Path) -> None:
         """Write the working weights as a Hugging Face directory (rank 0 writes)."""
-        config = write_hf_config(self.config.model)
-        hf.write(path, shards.full_parameters(self.model), self._ops, config, keep=dist.get_rank() == 0)
+        full = shards.full_parameters(self.model)
+        if dist.get_rank() == 0:
+            hf.write(path, full, self._ops, self.config)
+        else:
+            _drain(full)
         dist.barrier()
 
     def save(self, directory: str | Path) -> None:
@@ -101,3 +102,9 @@ class Policy:
 
     def load(self, directory: str | Path) -> None:
         checkpoint.load(self, Path(directory))
+
+
+def _drain(parameters: Iterator[tuple[str, Tensor]]) -> None:
+    """Take part in the gathers of a rank that uses the results."""
+    for _ in parameters:
+        pass

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minite.backends.device import use_cuda
 from minite.config import PrecisionPlan, RunConfig
 from minite.learner import cpu_compat
 from minite.learner.packing import Microbatch, pack, plan_microbatches
@@ -173,6 +174,6 @@ class LearnerWorker:
 
 def _device(asked: str, rank: int) -> torch.device:
     """The device of this rank. With one visible GPU per process (Ray) that is GPU 0."""
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    if not use_cuda(asked):
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())

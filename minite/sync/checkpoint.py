@@ -27,7 +27,7 @@ class Checkpoint:
         self.directory = Path(directory)
         files = sorted(self.directory.glob("*.safetensors"))
         if not files:
-            raise UserError(f"{self.directory}: no *.safetensors file; expected a Hugging Face checkpoint directory")
+            raise UserError(f"{self.directory} has no *.safetensors file; expected a Hugging Face checkpoint directory")
         index = self.directory / INDEX
         if index.is_file():
             listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -14,7 +14,8 @@ from minite.models import get_model
 from minite.models.hf_config import read_hf_config, write_hf_config
 from tests.learner.tiny_policy import recipe
 
-MODEL = recipe().model
+CONFIG = recipe()
+MODEL = CONFIG.model
 
 
 def _full_parameters():
@@ -25,39 +26,53 @@ def _full_parameters():
     return ops, shapes, named, ops.from_hf(named)
 
 
-def test_written_directory_reads_back_whatever_the_file_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "FILE_BYTES", 20_000)
+def test_written_directory_reads_back(tmp_path):
     ops, shapes, named, full = _full_parameters()
-    hf.write(tmp_path, iter(full.items()), ops, write_hf_config(MODEL), keep=True)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    reader = hf.HFReader(tmp_path)
-    assert all(torch.equal(reader.read(name, shapes[name]), tensor) for name, tensor in named.items())
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index) == set(shapes) and all((tmp_path / file).exists() for file in index.values())
-    assert read_hf_config(tmp_path).hidden_size == MODEL.hidden_size
-
-
-def test_other_ranks_drain_and_write_nothing(tmp_path):
-    ops, _, _, full = _full_parameters()
-    left = iter(full.items())
-    hf.write(tmp_path / "absent", left, ops, {}, keep=False)
-    assert next(left, None) is None and not (tmp_path / "absent").exists()
+    hf.write(tmp_path / "hf", full.items(), ops, CONFIG)
+    read = hf.reader(tmp_path / "hf", CONFIG)
+    assert all(torch.equal(read(name, shapes[name]), tensor) for name, tensor in named.items())
+    assert read_hf_config(tmp_path / "hf").hidden_size == MODEL.hidden_size
+    with pytest.raises(UserError, match="exists already"):
+        hf.write(tmp_path / "hf", full.items(), ops, CONFIG)
 
 
 def test_directory_that_does_not_fit_is_named(tmp_path):
-    with pytest.raises(UserError, match="no \\*.safetensors file"):
-        hf.HFReader(tmp_path)
+    with pytest.raises(UserError, match="model.checkpoint: .* has no \\*.safetensors file"):
+        hf.reader(tmp_path, CONFIG)
     save_file({"a": torch.zeros(2, 3), "codes": torch.zeros(2, 3, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    reader = hf.HFReader(tmp_path)
+    with pytest.raises(UserError, match="config.json: no such file"):
+        hf.reader(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps(write_hf_config(MODEL)))
+    read = hf.reader(tmp_path, CONFIG)
     with pytest.raises(UserError, match="no tensor b"):
-        reader.read("b", (2, 3))
+        read("b", (2, 3))
     with pytest.raises(UserError, match=r"a is \[2, 3\] .* needs \[3, 2\]"):
-        reader.read("a", (3, 2))
+        read("a", (3, 2))
     with pytest.raises(UserError, match="codes is .*uint8"):
-        reader.read("codes", (2, 3))
-    (tmp_path / "model-2.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
-    with pytest.raises(UserError, match="damaged"):
-        hf.HFReader(tmp_path)
+        read("codes", (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope_theta", 5e5, "default: model.rope_theta is 1000000.0, but .*config.json says 500000.0; set model.rope_"),
+        ("rms_norm_eps", 1e-5, "model.rms_norm_eps is 1e-06, but .* says 1e-05"),
+        ("num_experts_per_tok", 3, "model.experts_per_token is 2, but .* says 3; set model.experts_per_token: 3 or"),
+        ("tie_word_embeddings", True, "model.tie_word_embeddings is False, but .* says True"),
+        ("norm_topk_prob", False, "norm_topk_prob is False; miniTE computes only True"),
+        ("model_type", "qwen3", "model.kind is 'qwen3_moe', but .* says 'qwen3'"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused_although_shapes_fit(tmp_path, key, value, message):
+    """The weights would load, and be another policy."""
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    free = {"max_position_embeddings": 99, "initializer_range": 0.5, "torch_dtype": "float32", "intermediate_size": 96}
+    data = write_hf_config(MODEL) | free
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    hf.reader(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps(data | {key: value}))
+    with pytest.raises(UserError, match=message):
+        hf.reader(tmp_path, CONFIG)
 
 
 def test_initial_tensors_depend_on_seed_and_name():
