@@ -17,6 +17,7 @@ from minite.config import PlanEntry, PrecisionPlan
 from minite.config.operands import OPERANDS
 from minite.errors import UserError
 from minite.layers.grouped_matmul import quant_grouped_matmul
+from minite.layers.linear import check_supported
 from minite.layers.matmul import AmaxHooks, quant_matmul
 from minite.layers.weight_cache import WeightCache
 
@@ -30,6 +31,9 @@ class Matmul:
     backend: Backend
     hooks: AmaxHooks
     cache: WeightCache = field(default_factory=WeightCache)
+
+    def __post_init__(self) -> None:
+        check_supported("gemm", self.entry, self.backend, self.name)
 
     def __call__(self, x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
         return quant_matmul(
@@ -46,6 +50,9 @@ class GroupedMatmul:
     backend: Backend
     cache: WeightCache = field(default_factory=WeightCache)
 
+    def __post_init__(self) -> None:
+        check_supported("grouped_gemm", self.entry, self.backend, self.name)
+
     def __call__(self, x_RK: Tensor, w_ENK: Tensor, rows_E: Tensor) -> Tensor:
         return quant_grouped_matmul(x_RK, w_ENK, rows_E, self.entry, self.backend, self.cache, name=self.name)
 
@@ -53,7 +60,7 @@ class GroupedMatmul:
 def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch.distributed.ProcessGroup) -> None:
     """Give every linear of ``model`` its part of the plan, whose own checks made members of one GEMM agree.
 
-    Raises UserError when a shard would cut a quantization block.
+    Raises UserError when a shard would cut a quantization block, or the backend lacks a GEMM of these operands.
     """
     tp, config = tp_group.size(), model.config
 

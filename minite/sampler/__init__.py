@@ -14,12 +14,8 @@ if TYPE_CHECKING:  # so that `import minite.sampler` needs no torch
 def make_engine(config: RunConfig, plan: PrecisionPlan) -> Engine:
     """The engine that ``sampler.kind`` names, on ``sampler.device``. Engines are imported only when asked for."""
     if config.sampler.kind == "embedded":
-        import torch
-
+        from minite.backends.device import use_cuda
         from minite.sampler.embedded import EmbeddedEngine
 
-        device = config.sampler.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return EmbeddedEngine(config, plan, device)
+        return EmbeddedEngine(config, plan, "cuda" if use_cuda(config.sampler.device) else "cpu")
     raise UserError(f"sampler.kind is {config.sampler.kind!r}, which is not built yet; expected embedded")

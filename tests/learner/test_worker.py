@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from minite.backends.reference import ReferenceBackend
 from minite.config.schema import AlgoConfig, FormatConfig, SamplerConfig
 from minite.errors import UserError
 from minite.models import get_model
@@ -196,6 +197,17 @@ def test_shard_that_cuts_a_block_is_an_error():
     for _ in range(2):  # the second shows that the first left nothing behind
         with pytest.raises(UserError, match="q_proj would be cut into pieces of 8, .* of 16"), learner(config):
             pass
+
+
+@pytest.mark.parametrize(
+    ("op", "module"), [("gemm", "self_attn.qkv_proj"), ("grouped_gemm", "mlp.experts.gate_up_proj")]
+)
+def test_operands_that_the_backend_lacks_are_an_error(monkeypatch, op, module):
+    reasons = lambda self, asked, weight, input: f"no {asked} here" if asked == op else None  # noqa: E731
+    monkeypatch.setattr(ReferenceBackend, "unsupported_reason", reasons)
+    expected = rf"model\.layers\.0\.{module}: .* of weight nvfp4_1d with input nvfp4_row: no {op} here"
+    with pytest.raises(UserError, match=expected), learner(recipe(precision="w4a4")):
+        pass
 
 
 def test_response_that_no_microbatch_holds_is_an_error():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_engine import MOE, config
 
+from minite.backends.reference import ReferenceBackend
 from minite.config import resolve_plan
 from minite.errors import UserError
 from minite.sampler import make_engine
@@ -27,6 +28,17 @@ def test_an_engine_that_is_not_built_is_a_plain_error():
     other = replace(cfg, sampler=replace(cfg.sampler, kind="sglang"))
     with pytest.raises(UserError, match="sampler.kind is 'sglang', which is not built yet"):
         make_engine(other, resolve_plan(other))
+
+
+@pytest.mark.parametrize(
+    ("op", "module"), [("gemm", "layers.0.self_attn.q"), ("grouped_gemm", "layers.0.mlp.experts.0.gate")]
+)
+def test_operands_that_the_backend_lacks_are_refused_before_any_weights(monkeypatch, op, module):
+    reasons = lambda self, asked, weight, input: f"no {asked} here" if asked == op else None  # noqa: E731
+    monkeypatch.setattr(ReferenceBackend, "unsupported_reason", reasons)
+    cfg = config(MOE, "w4a4", sampler={"device": "cpu"})
+    with pytest.raises(UserError, match=rf"model\.{module}_proj: .* of weight nvfp4_1d with input .*: no {op} here"):
+        make_engine(cfg, resolve_plan(cfg))
 
 
 def test_benchmark_measures_both_phases():

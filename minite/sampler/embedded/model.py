@@ -15,6 +15,7 @@ from minite.backends.base import Backend
 from minite.config.plan import PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.layers import ops
+from minite.layers.linear import check_supported
 from minite.sampler.embedded.weights import Linear, Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output, all [T, heads, D]
@@ -43,7 +44,7 @@ class Layer:
 
 
 class Model:
-    """The whole network over the weights of one engine."""
+    """The network over the weights of one engine. UserError when the backend lacks a GEMM that the plan needs."""
 
     def __init__(self, plan: PrecisionPlan, model: ModelConfig, backend: Backend, device: torch.device) -> None:
         self.config, self.backend, self.strict = model, backend, plan.alignment == "strict"
@@ -52,6 +53,9 @@ class Model:
         self.dtype = self.weights.dtype
         self.embedding = self.weights.plain("model.embed_tokens.weight")
         self.layers = [Layer(self.weights, model, i) for i in range(model.num_layers)]
+        for linear in self.weights.linears:
+            op = "grouped_gemm" if linear.grouped else "gemm"
+            check_supported(op, linear.entry, backend, linear.entry.name)
         self.final_norm = self.weights.plain("model.norm.weight")
         self.lm_head = self.embedding if model.tie_word_embeddings else self.weights.plain("lm_head.weight")
 

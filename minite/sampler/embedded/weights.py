@@ -25,7 +25,8 @@ class Linear:
     def __init__(self, experts: list[list[PlanEntry]], grouped: bool, dtype: torch.dtype, device: torch.device) -> None:
         """experts: the fused members of each expert, which the plan decides alike; ``grouped`` False: one matrix."""
         members = experts[0]
-        self.grouped, self.weight_operand, self.input_operand = grouped, members[0].weight, members[0].input
+        self.entry, self.grouped = members[0], grouped
+        self.weight_operand, self.input_operand = self.entry.weight, self.entry.input
         self.buffers: dict[str, Tensor] = {}  # suffix -> [E, sum of N, ..]; weight_amax [E, members]
         self.views: dict[str, Tensor] = {}  # sent name -> its place
         rows = sum(e.n for e in members)
