@@ -1,7 +1,7 @@
 """The only reader and writer of environment variables.
 
 miniTE itself reads one: MINITE_CACHE_DIR. What third parties need for the numerics of a plan is derived from the plan
-here, so that no variable set by hand can change numbers behind it.
+here, for the engines that run them.
 """
 
 from __future__ import annotations
@@ -54,21 +54,6 @@ def third_party_env(plan: PrecisionPlan) -> dict[str, str]:
         env["NVTE_NVFP4_ROW_SCALED_ACTIVATION"] = by_row
         env["SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION"] = by_row
     return env | _four_over_six(any(e.weight.endswith("_4o6") for e in weights), inputs[:1])
-
-
-def apply_third_party_env(plan: PrecisionPlan) -> dict[str, str]:
-    """Set third_party_env(plan) in this process, before the third parties are imported; returns what was set.
-
-    Raises UserError when a variable is already set to something else: it would have changed numbers behind the plan.
-    """
-    wanted = third_party_env(plan)
-    for name, value in wanted.items():
-        if os.environ.get(name, value) != value:
-            raise UserError(
-                f"environment: {name} is {os.environ[name]!r}, but the precision plan needs {value!r}; unset it"
-            )
-    os.environ.update(wanted)
-    return wanted
 
 
 def _four_over_six(weights: bool, inputs: list[PlanEntry]) -> dict[str, str]:

@@ -88,12 +88,3 @@ def attention_decode(
     v_BhLD = v_BhLD.masked_fill(~valid_BL[:, None, :, None], 0.0)  # 0 * NaN is NaN
     score_BhGL = (q_BhGD @ k_BhLD.transpose(2, 3) * scale).masked_fill(~valid_BL[:, None, None, :], float("-inf"))
     return (score_BhGL.softmax(dim=-1) @ v_BhLD).view(batch, heads, head_dim).to(q_BHD.dtype)
-
-
-def gather_pages(pages_PpHD: Tensor, table_Bn: Tensor) -> Tensor:
-    """A paged cache as ``attention_decode`` reads it.
-
-    Pages [P, p, Hkv, D], page table int64 [B, n] -> [B, n p, Hkv, D]. Unused entries of the
-    table may be any valid page number.
-    """
-    return pages_PpHD[table_Bn].flatten(1, 2)

@@ -4,7 +4,7 @@ Each takes ``strict``: accumulate in FP64 and round once to the storage dtype (e
 result is the same bits alone, in any batch, prefilled or decoded.
 """
 
-from minite.layers.attention import attention, attention_decode, gather_pages
+from minite.layers.attention import attention, attention_decode
 from minite.layers.kv import dequantize_kv, quantize_kv
 from minite.layers.logprob import entropy, log_softmax, token_logprob
 from minite.layers.moe import moe_combine, moe_permute, route_topk
@@ -16,7 +16,6 @@ __all__ = [
     "attention_decode",
     "dequantize_kv",
     "entropy",
-    "gather_pages",
     "log_softmax",
     "moe_combine",
     "moe_permute",

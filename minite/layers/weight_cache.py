@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from minite.backends.base import Operand
 
@@ -42,7 +42,7 @@ class WeightCache:
     writes in ``Tensor._version``: ``copy_``, the steps of torch's plain and foreach optimizers), none was re-pointed
     (``.data = ...``), and ``invalidate`` was not called. Torch does not count writes through ``w.data``, through a
     flat buffer that ``w.data`` was pointed into (megatron's distributed optimizer), and of its fused optimizers.
-    So a learner calls ``invalidate_weight_caches(model)`` after every optimizer step, whatever the optimizer.
+    So a learner calls ``invalidate`` of every cache after each write to its parameters, whatever the optimizer.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,3 @@ class WeightCache:
     def invalidate(self) -> None:
         """Drops the entry: the next ``get`` makes it anew."""
         self._stamps, self._entry = (), None
-
-
-def invalidate_weight_caches(model: nn.Module) -> None:
-    """Invalidates every WeightCache that is an attribute of a module of ``model``."""
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, WeightCache):
-                value.invalidate()

@@ -108,13 +108,6 @@ class WeightMap:
     def __iter__(self) -> Iterator[WeightOp]:
         return iter(self.ops)
 
-    def op_of(self, name: str) -> WeightOp:
-        """The op that owns a megatron or an HF parameter name. Raises KeyError naming it."""
-        op = self._by_megatron.get(name) or self._by_hf.get(name)
-        if op is None:
-            raise KeyError(f"no weight op owns parameter '{name}'")
-        return op
-
     def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """One full megatron parameter -> its HF parameters. Values are moved, never changed."""
         op = self._by_megatron.get(name)

@@ -103,17 +103,3 @@ def test_gradients_of_mixed_lengths():
     q, k, v, cu = make([2, 0, 5, 1], head_dim=4, dtype=torch.float64)
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     assert torch.autograd.gradcheck(lambda q, k, v: ops.attention(q, k, v, cu, 0.3, True), inputs)
-
-
-def test_paged_cache_reads_as_padded_cache():
-    q, k, v, cu = make([11, 7], dtype=torch.bfloat16)
-    page, table = 4, torch.tensor([[5, 0, 2], [1, 3, 3]])  # the last entry of the shorter sequence is unused
-    k_pages, v_pages = (torch.full((6, page, 2, 16), float("nan"), dtype=torch.bfloat16) for _ in range(2))
-    for s, (start, length) in enumerate([(0, 11), (11, 7)]):
-        for i in range(length):
-            k_pages[table[s, i // page], i % page] = k[start + i]
-            v_pages[table[s, i // page], i % page] = v[start + i]
-    last = cu[1:] - 1
-    caches = ops.gather_pages(k_pages, table), ops.gather_pages(v_pages, table)
-    out = ops.attention_decode(q[last], *caches, cu.diff(), 0.25, True)
-    assert torch.equal(out, ops.attention(q, k, v, cu, 0.25, True)[last])
