@@ -1,6 +1,6 @@
 """What a single value or a pair of values must satisfy beyond its type. One function per concern; all raise UserError.
 
-What the precision rules must satisfy is in resolve.py.
+What the precision rules must satisfy is in rules.py, and what they decide in plan_checks.py.
 """
 
 from __future__ import annotations

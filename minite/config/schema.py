@@ -1,6 +1,6 @@
 """Every setting and every default of a recipe. One frozen dataclass per YAML section; nothing else holds a default.
 
-Field comments are the user documentation: `minite plan --schema` prints them. Cross-field rules live in load.py.
+Field comments are the user documentation: `minite plan --schema` prints them. Rules about values live in checks.py.
 A section whose dataclass has a ``kind`` may be written as a bare word in YAML: ``sampler: sglang``.
 """
 
@@ -98,13 +98,13 @@ class LearnerConfig:
     device: str = "auto"  # auto | cpu | cuda
     lr: float = 1e-6
     min_lr: float | None = None  # None = constant at lr
-    warmup_steps: int = 0
-    weight_decay: float = 0.01
+    warmup_steps: int = 0  # optimizer steps from 0 up to lr
+    weight_decay: float = 0.01  # of AdamW, on matrices only
     beta1: float = 0.9
     beta2: float = 0.95
-    clip_grad: float = 1.0
+    clip_grad: float = 1.0  # largest norm of the gradient
     tokens_per_microbatch: int = 16_384  # whole responses are packed up to this many tokens
-    recompute: bool = False
+    recompute: bool = False  # keep no activations: compute the forward again in the backward
 
     @property
     def data_ranks(self) -> int:
@@ -122,14 +122,14 @@ class SamplerConfig:
     """Rollout engine."""
 
     kind: str = "embedded"  # embedded (built in) | sglang
-    count: int = 1
-    device: str = "auto"
+    count: int = 1  # engines, each with all weights
+    device: str = "auto"  # auto | cpu | cuda
     max_batch: int = 256  # requests decoded together
     kv_tokens: int = 262_144  # size of the KV cache
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 8_192
+    temperature: float = 1.0  # of rollouts, above 0; log-probs of both sides are taken at it
+    top_p: float = 1.0  # below 1 only with alignment: off
+    top_k: int = 0  # 0 = whole vocabulary; more only with alignment: off
+    max_new_tokens: int = 8_192  # of a response
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class AlgoConfig:
     """GRPO."""
 
     prompts_per_step: int = 32
-    group_size: int = 8
+    group_size: int = 8  # responses to each prompt
     minibatches: int = 1  # optimizer steps per rollout
     normalize_std: bool = True  # divide group advantages by their standard deviation
-    clip_low: float = 0.2
+    clip_low: float = 0.2  # the policy ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28
     dual_clip: float | None = None  # e.g. 3.0: bound of the loss for negative advantages
     kl_coef: float = 0.0  # k3 KL to the warm-start policy
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # above 0 rewards entropy
     router_replay: bool = True  # learner uses the experts that the sampler chose; alignment: aligned needs it
     drop_flat_groups: bool = True  # groups whose rewards are all equal are resampled (dynamic sampling)
     max_resample: int = 2  # extra rollout rounds to fill the batch after drops
@@ -160,31 +160,31 @@ class CorrectionConfig:
     calm: float | str = 0.1  # triage: |d| up to this is clear; "auto" = running quantile
     calm_quantile: float = 0.95  # of |d|, for calm: auto
     calm_decay: float = 0.9  # of the running quantile, for calm: auto
-    limit_negative: float = 0.5
-    limit_positive: float = 1.0
-    power: float = 1.0
-    narrowing: str = "keep"  # keep | truncate
-    window: int = 16  # tokens per segment
-    segment_risk: float = 0.5
-    response_tail_frac: float = 0.2
+    limit_negative: float = 0.5  # triage: a widening token is dropped above this |d| [nats], advantage below 0
+    limit_positive: float = 1.0  # likewise, advantage above 0
+    power: float = 1.0  # triage: weight of a widening token is (calm / |d|) ^ power
+    narrowing: str = "keep"  # triage, tokens whose gap the update makes smaller: keep | truncate to the ratio bounds
+    window: int = 16  # triage: tokens of a response that are judged together
+    segment_risk: float = 0.5  # triage: mean excess over calm [nats] above which a window's widening tokens are dropped
+    response_tail_frac: float = 0.2  # triage: share of dropped tokens above which all of a response's widening ones are
     renormalize: bool = False  # divide by kept weight instead of the global token number
-    max_dropped_frac: float = 0.5
-    unhealthy: str = "warn"  # warn | skip | stop: what a step with more dropped does
+    max_dropped_frac: float = 0.5  # share of tokens with weight 0 above which a step is unhealthy
+    unhealthy: str = "warn"  # warn | skip | stop: what is done about such a step
 
 
 @dataclass(frozen=True)
 class DriverConfig:
     """The run."""
 
-    steps: int = 100
+    steps: int = 100  # rollouts, each trained on in algo.minibatches optimizer steps
     placement: str = "colocated"  # colocated (learner and samplers take turns) | separate
     ahead: int = 0  # 1 = the next rollout is sampled while the learner trains (policy lag 1); needs separate
     num_cpus: int | None = None  # CPUs given to Ray; None = what the machine has
     threads: int = 1  # torch threads of each learner rank and sampler; more only pays for large CPU models
-    checkpoint_every: int = 20
+    checkpoint_every: int = 20  # steps; the last step has one too
     checkpoints_kept: int = 3
-    eval_every: int = 10
-    eval_temperature: float = 0.0
+    eval_every: int = 10  # steps; on data.heldout prompts
+    eval_temperature: float = 0.0  # 0 = greedy
     tensorboard: bool = True
 
 

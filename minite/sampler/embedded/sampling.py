@@ -19,7 +19,7 @@ from minite.sampler.engine import SamplingParams
 
 @dataclass(frozen=True)
 class BatchParams:
-    """``SamplingParams`` of the B requests of a batch as tensors; built once per change of the batch."""
+    """``SamplingParams`` of the B requests of a batch as tensors; built for every draw."""
 
     temperature_B: Tensor  # float64; 0 = greedy
     top_k_B: Tensor  # int64; vocabulary size = off
