@@ -162,8 +162,8 @@ class LearnerWorker:
     def _update(self, lr: float) -> dict[str, float]:
         policy = self._policy
         norm = self._optim.update(policy.ddp, policy.optimizer, lr, self.config.learner.weight_decay)
-        skipped = norm is None
-        return {"learner/lr": lr, "learner/grad_norm": norm or 0.0, "learner/skipped_steps": float(skipped)}
+        metrics = {"learner/lr": lr, "learner/skipped_steps": float(norm is None)}
+        return metrics if norm is None else metrics | {"learner/grad_norm": norm}  # a skipped step has none
 
     def _sum(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics of all data-parallel ranks together."""
