@@ -39,7 +39,7 @@ class RolloutBatch:
     weight_step_S: Tensor  # int64, WeightVersion.step that sampled the response
     plan_digest: str
     routed_experts_TLk: Tensor | None = None  # int16, expert ids by position and MoE layer; -1 = not recorded
-    old_logprob_T: Tensor | None = None  # float64, learner's recompute with the weights that sampled
+    old_logprob_T: Tensor | None = None  # float64, learner's recompute before its update; same weights unless ahead
     weight_T: Tensor | None = None  # float32, correction weight by token; None = all ones
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -87,6 +88,8 @@ def cluster(config: RunConfig) -> Iterator[None]:
             _temp_dir=folder,
         )
         undertaker = _start_undertaker(folder)
+        # Ray answers SIGTERM (a batch system's way to stop a job) with a stack dump and an abort.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
     except ProcessDied as error:
         keep = True

@@ -16,8 +16,8 @@ from rich.text import Text
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", ".3f"),
     ("held-out", "accuracy/heldout", ".3f"),
-    ("|gap| mean", "gap/abs_mean", ".1e"),
-    ("gap p99", "gap/p99", ".1e"),
+    ("|gap| mean", "gap/abs_mean", ".0e"),
+    ("|gap| p99", "gap/abs_p99", ".0e"),
     ("entropy", "entropy/mean", ".3f"),
     ("dropped", "correction/dropped_frac", ".2%"),
     ("length", "response/length_mean", ".1f"),
@@ -36,12 +36,13 @@ class ProgressView:
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._started = time.monotonic()
         self._first_step: int | None = None
+        self._first_shown = self._started
         self._live: Live | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the numbers of a step."""
         if self._first_step is None:
-            self._first_step = step
+            self._first_step, self._first_shown = step, time.monotonic()  # start-up must not count as steps
             if not self._console.is_terminal:
                 self._line("step", [header for header, _, _ in COLUMNS])
         cells = [_cell(metrics.get(key), form) for _, key, form in COLUMNS]
@@ -64,17 +65,18 @@ class ProgressView:
             self._live = None
 
     def _table(self) -> Table:
-        table = Table(title=self._title)
+        table = Table(title=self._title, box=None, padding=(0, 1))  # without borders it fits 80 columns
         for header in ("step", *(header for header, _, _ in COLUMNS)):
-            table.add_column(header, justify="right")
+            table.add_column(header, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*row)
         return table
 
     def _status(self, step: int) -> str:
-        elapsed = time.monotonic() - self._started
+        now = time.monotonic()
+        elapsed, training = now - self._started, now - self._first_shown
         done = step - self._first_step if self._first_step is not None else 0
-        left = f", about {_clock(elapsed / done * (self._total - step))} left" if done else ""
+        left = f", about {_clock(training / done * (self._total - step))} left" if done else ""
         return f"step {step} of {self._total}, {_clock(elapsed)} so far{left}"
 
     def _line(self, first: str, cells: list[str]) -> None:
