@@ -111,9 +111,16 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure W4A4 against BF16 on this machine."""
+    """Measure W4A4 against BF16 on this machine: a training step by phase, and forward passes of one linear."""
     from minite.backends.bench import SHAPES_MNK, measure, table
+    from minite.config import load_recipe
+    from minite.config.load import shipped
+    from minite.driver.bench import measure_steps, step_table
 
+    recipe = args.recipe or shipped("tiny_qwen3_moe_w4a4_grpo.yaml")
+    times = measure_steps(load_recipe(recipe, args.override), args.turns)
+    print(step_table(times))
+    print()
     print(table([measure(shape) for shape in SHAPES_MNK]))
     return 0
 
@@ -152,9 +159,19 @@ def make_parser() -> argparse.ArgumentParser:
     added.add_argument("--to", choices=("nvfp4", "bf16"), default="nvfp4", help="format to write (default: nvfp4)")
     _add_override(added)
     command(doctor, "")
-    added = command(bench, "step")
-    added.add_argument("what", choices=("step",), help="step: the linears of a training step")
+    added = command(bench, "step", "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32")
+    added.add_argument("what", choices=("step",), help="step: one training step of a recipe and of its BF16 twin")
+    added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")
+    added.add_argument("--turns", type=_positive, default=5, metavar="N", help="steps of each that count (default: 5)")
+    _add_override(added)
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
 
 
 _Command = Callable[..., argparse.ArgumentParser]

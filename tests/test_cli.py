@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from minite import __version__, cli
-from minite.errors import UserError
+from minite.driver.bench import PHASES, StepTimes
+from minite.errors import ProcessDied, UserError
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "recipes" / "tiny_qwen3_moe_w4a4_grpo.yaml")
@@ -56,6 +57,7 @@ MISTAKES = [
     (["resume", "no/such/run"], "no/such/run"),
     (["report", "no/such/run"], "no/such/run"),
     (["bench", "sleep"], "invalid choice: 'sleep'"),
+    (["bench", "step", "--turns", "0"], "--turns: 0 is less than 1"),
 ]
 
 
@@ -81,7 +83,7 @@ def test_a_message_of_several_lines_becomes_one(
     assert capsys.readouterr().err == "minite: error: first second\n"
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (UserError("x"), 2)])
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (UserError("x"), 2), (ProcessDied("x"), 1)])
 def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -188,10 +190,22 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_bench_step_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_passes_recipe_and_turns_and_prints_both_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def measure_steps(config: Any, turns: int) -> StepTimes:
+        seen.append((config.name, config.seed, turns))
+        return StepTimes(config.name, turns, dict.fromkeys(PHASES, 0.003), dict.fromkeys(PHASES, 0.002))
+
+    monkeypatch.setattr("minite.driver.bench.measure_steps", measure_steps)
     monkeypatch.setattr("minite.backends.bench.SHAPES_MNK", ((32, 64, 32),))
     assert cli.main(["bench", "step"]) == 0
-    assert "32 x 64 x 32" in capsys.readouterr().out
+    assert cli.main(["bench", "step", LARGE, "--turns", "2", "-o", "seed=3"]) == 0
+    assert seen == [("tiny_qwen3_moe_w4a4_grpo", 0, 5), ("qwen3_30b_a3b_w4a4_grpo", 3, 2)]
+    shown = capsys.readouterr().out
+    assert re.search(r"logprob +3\.0 +2\.0 +1\.50", shown) and "32 x 64 x 32" in shown
 
 
 def test_doctor_exits_with_1_when_a_check_fails(

@@ -37,6 +37,14 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     return _to_config(tree)
 
 
+def shipped(name: str) -> Path:
+    """A recipe that comes with miniTE. Raises UserError when it was not installed."""
+    for folder in SHIPPED:
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"{name}: not in {' or '.join(map(str, SHIPPED))}; give a recipe file")
+
+
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """The whole resolved configuration as JSON-ready data (config.json of a run)."""
     data = dataclasses.asdict(config)

@@ -19,7 +19,7 @@ from minite.driver import checkpoint, rundir, warm_start
 from minite.driver.actors import LearnerGroup, SamplerPool
 from minite.driver.cluster import cluster, find_slot
 from minite.driver.data import load_task
-from minite.driver.metrics import MetricsWriter
+from minite.driver.metrics import MetricsWriter, Recorder
 from minite.driver.progress import ProgressView
 from minite.driver.rollout import Rollouts
 from minite.driver.tokenizer import make_tokenizer
@@ -86,7 +86,7 @@ def _go(job: Job, folder: Path | None) -> None:
 class Run:
     """A run in progress. All its state is in `_state` and in the learner's checkpoint."""
 
-    def __init__(self, job: Job, learners: LearnerGroup, metrics: MetricsWriter) -> None:
+    def __init__(self, job: Job, learners: LearnerGroup, metrics: Recorder) -> None:
         self.config, self.plan, self.run_dir, self.view = job.config, job.plan, job.run_dir, job.view
         self.metrics = metrics
         self.learners = learners

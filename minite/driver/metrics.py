@@ -10,12 +10,18 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from minite.driver.progress import ProgressView
 from minite.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class Recorder(Protocol):
+    """Where a run puts the numbers of a step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class MetricsWriter:

@@ -12,10 +12,10 @@ from tests.driver.tiny_run import config
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Three CPUs, by Ray's bookkeeping; runs find it and leave it running."""
+    """Runs find it and leave it running. Eight CPUs, by Ray's books: the actors of several runs are alive at once."""
     from minite.driver.cluster import cluster
 
-    with cluster(config(tmp_path_factory.mktemp("ray"), "driver.num_cpus=3")):
+    with cluster(config(tmp_path_factory.mktemp("ray"), "driver.num_cpus=8")):
         yield
 
 

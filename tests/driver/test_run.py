@@ -140,11 +140,3 @@ def test_a_run_without_any_whole_checkpoint_is_refused_and_untouched(whole, tmp_
     with pytest.raises(UserError, match="every checkpoint is damaged"):
         loop.resume(run_dir)
     assert lines(run_dir) == lines(whole[0])
-
-
-def test_weights_other_than_those_saved_are_refused(whole, tmp_path, monkeypatch):
-    """A checkpoint that verifies but restores to other weights, as after a change of the code."""
-    run_dir = Path(shutil.copytree(whole[0], tmp_path / "run"))
-    monkeypatch.setattr(LearnerGroup, "load", lambda *_: None)
-    with pytest.raises(UserError, match="its weights have digest .*, it was written with"):
-        loop.resume(run_dir)

@@ -1,0 +1,105 @@
+"""The run directory, and what `train` and `resume` decide before anything runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from minite.config import resolve_plan
+from minite.driver import loop, rundir
+from minite.errors import UserError
+from tests.driver.tiny_run import config, files
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A fresh run directory."""
+    run_config = config(tmp_path)
+    rundir.create(tmp_path / "run", run_config, resolve_plan(run_config))
+    return tmp_path / "run"
+
+
+def test_what_is_written_is_read_back(made, tmp_path):
+    assert files(made) == ["config.json", "plan.json"]
+    run_config, plan = rundir.load(made, ["learner.lr=0.25"])
+    assert run_config == config(tmp_path, "learner.lr=0.25") and plan == resolve_plan(run_config)
+
+
+def test_a_directory_with_something_in_it_is_refused(made, tmp_path):
+    before = files(made)
+    run_config = config(tmp_path)
+    (tmp_path / "file").write_text("")
+    for taken in (made, tmp_path / "file"):
+        with pytest.raises(UserError, match=f"{taken} is not empty: go on with 'minite resume {taken}' or"):
+            rundir.create(taken, run_config, resolve_plan(run_config))
+    with pytest.raises(UserError, match="cannot be written"):
+        rundir.create(tmp_path / "file" / "run", run_config, resolve_plan(run_config))
+    assert files(made) == before
+
+
+def test_precision_cannot_change_on_the_way(made):
+    with pytest.raises(UserError, match="a run keeps its precision"):
+        rundir.load(made, ["precision.alignment=strict"])
+
+
+@pytest.mark.parametrize("name", ["config.json", "plan.json"])
+def test_a_file_that_is_missing_or_damaged_is_named(made, name):
+    (made / name).write_text("{")
+    with pytest.raises(UserError, match=f"{name}: cannot be read"):
+        rundir.load(made)
+    (made / name).unlink()
+    with pytest.raises(UserError, match=f"is not a run directory: no {name}"):
+        rundir.load(made)
+
+
+def test_one_process_at_a_time(made):
+    with rundir.locked(made), pytest.raises(UserError, match="another process is running it"), rundir.locked(made):
+        pass
+    with rundir.locked(made):
+        pass
+
+
+@pytest.mark.parametrize("error", [UserError("no"), KeyboardInterrupt(), ZeroDivisionError()])
+@pytest.mark.parametrize("content", [None, "", '{"step": 0}\n'])
+def test_a_run_that_ended_before_its_first_line_leaves_nothing(tmp_path, monkeypatch, error, content):
+    def go(job, folder):
+        if content is not None:
+            (job.run_dir / "metrics.jsonl").write_text(content)
+        raise error
+
+    monkeypatch.setattr(loop, "_go", go)
+    with pytest.raises(type(error)):
+        loop.train(config(tmp_path), tmp_path / "deep" / "run")
+    assert (tmp_path / "deep" / "run").exists() == bool(content)
+
+
+def test_overrides_of_a_resume_hold_for_the_next_one(made, tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(loop, "_go", lambda job, folder: seen.append((job.config, folder)))
+    loop.resume(made, ["driver.steps=9"])
+    loop.resume(made)
+    assert seen == [(config(tmp_path, "driver.steps=9"), None)] * 2
+    assert "resuming from the start: there is no checkpoint yet" in capsys.readouterr().out
+
+
+def test_a_resume_that_cannot_start_changes_nothing(made):
+    before = (made / "config.json").read_bytes()
+    with pytest.raises(UserError, match="needs 3 CPUs, got 2"):
+        loop.resume(made, ["sampler.count=3", "driver.num_cpus=2"])
+    assert (made / "config.json").read_bytes() == before
+    assert json.loads(before)["sampler"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [((), 1), (("sampler.count=4",), 4), (("driver.placement=separate", "learner.tensor_parallel=2"), 3)],
+)
+def test_cpus_are_counted_by_placement(tmp_path, changes, needed):
+    from minite.driver.cluster import find_slot
+
+    share = 1.0 if "driver.placement=separate" in changes else 0.5
+    assert find_slot(config(tmp_path, *changes, f"driver.num_cpus={needed}")).cpus == share
+    if needed > 1:
+        with pytest.raises(UserError, match=f"needs {needed} CPUs, got {needed - 1}: .*driver.num_cpus={needed}"):
+            find_slot(config(tmp_path, *changes, f"driver.num_cpus={needed - 1}"))
