@@ -7,40 +7,17 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch
 
-from minite.config import RunConfig, load_recipe, resolve_plan
+from minite.config import load_recipe, resolve_plan
+from minite.driver.buffer import Group, pack
+from minite.driver.data import Example, Prompt
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
-from minite.sampler.engine import Completion, Request, SamplingParams
-from minite.types import RolloutBatch
+from minite.sampler.engine import Request, SamplingParams
 from tests.tolerances import STRICT_GAP
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SIZES = ("model.num_layers=4", "model.hidden_size=64", "model.init_std=0.3", "warm_start.steps=0", "learner.device=cpu")
-
-
-def packed(completions: list[Completion], config: RunConfig, digest: str) -> RolloutBatch:
-    rows = [(list(c.prompt_tokens), c.tokens) for c in completions]
-    lengths = torch.tensor([len(p) + len(r) for p, r in rows])
-    experts = [c.routed_experts for c in completions]
-    last = torch.full((1, config.model.num_layers, config.model.experts_per_token), -1, dtype=torch.int16)
-    mask_T = torch.tensor([m for p, r in rows for m in [False] * len(p) + [True] * len(r)])
-    sampler_T = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-    sampler_T[mask_T] = torch.tensor([x for c in completions for x in c.logprobs], dtype=torch.float64)
-    count = len(rows)
-    return RolloutBatch(
-        tokens_T=torch.tensor([t for p, r in rows for t in [*p, *r]]),
-        cu_seqlens_S1=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        loss_mask_T=mask_T,
-        sampler_logprob_T=sampler_T,
-        reward_S=torch.zeros(count),
-        group_S=torch.arange(count),
-        advantage_S=torch.zeros(count),
-        weight_step_S=torch.zeros(count, dtype=torch.int64),
-        plan_digest=digest,
-        routed_experts_TLk=torch.cat([part for e in experts if e is not None for part in (e, last)]),
-    )
 
 
 def free_port() -> int:
@@ -49,9 +26,18 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-@pytest.mark.parametrize("recipe", ["w4a4_strict", "bf16"])
-def test_learner_and_sampler_agree_to_the_last_bit(recipe: str) -> None:
-    overrides = [*SIZES, "precision.alignment=strict"]
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("w4a4_strict", []),
+        ("bf16", []),
+        ("w4a4_strict", ["sampler.temperature=0.7"]),
+        ("w4a4_strict", ["algo.router_replay=false"]),  # each side routes by itself
+    ],
+    ids=["w4a4", "bf16", "temperature", "no replay"],
+)
+def test_learner_and_sampler_agree_to_the_last_bit(recipe: str, settings: list[str]) -> None:
+    overrides = [*SIZES, "precision.alignment=strict", *settings]
     config = load_recipe(RECIPES / f"tiny_qwen3_moe_{recipe}_grpo.yaml", overrides)
     plan = resolve_plan(config)
     worker = LearnerWorker(config, plan, 0, 1, "127.0.0.1", free_port())
@@ -69,11 +55,15 @@ def test_learner_and_sampler_agree_to_the_last_bit(recipe: str) -> None:
             Request(
                 str(i),
                 tuple(draw.randrange(2, 32) for _ in range(draw.randint(1, 20))),
-                SamplingParams(draw.randint(1, 24), seed=i),
+                SamplingParams(draw.randint(1, 24), config.sampler.temperature, seed=i),
             )
             for i in range(96)
         ]
-        batch = packed(engine.generate(requests), config, plan.digest)
+        completions = engine.generate(requests)
+        groups = [
+            Group(Prompt(i, Example("", "", ""), c.prompt_tokens), (c,), (0.0,)) for i, c in enumerate(completions)
+        ]
+        batch = pack(groups, plan.digest)
         logprob_T, _ = worker.logprobs(batch)
     finally:
         worker.close()
