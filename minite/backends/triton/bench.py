@@ -76,7 +76,7 @@ def bench_gemm() -> list[Row]:
         routing = moe.Routing.of(torch.rand(tokens, EXPERTS, device="cuda").topk(TOP, dim=-1).indices, EXPERTS)
         for name, n, k in (("gate_up", 2 * INTERMEDIATE, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
             a, b = _normal(TOP * tokens, k), _normal(EXPERTS, n, k)
-            times = medians(_gemm_runs(a, b, routing.rows_E, tokens == TOKENS))
+            times = medians(_gemm_runs(a, b, routing.rows_E))
             rows += [
                 {"gemm": name, "tokens": tokens, "run": label, "ms": ms, "of BF16": ms / times["torch BF16"],
                  "TFLOP/s": 2 * a.shape[0] * n * k / ms / 1e9} for label, ms in times.items()
@@ -84,25 +84,15 @@ def bench_gemm() -> list[Row]:
     return rows
 
 
-def _gemm_runs(a: Tensor, b: Tensor, rows_E: Tensor, variants: bool) -> dict[str, Run]:
+def _gemm_runs(a: Tensor, b: Tensor, rows_E: Tensor) -> dict[str, Run]:
     ends_E = rows_E.cumsum(0, dtype=torch.int32)
     scaled_a = Prepared(a, a.float().abs().amax(1), 2688.0)
     scaled_b = Prepared(b, b.float().abs().amax((1, 2)), 2688.0)
-    configs: dict[str, grouped.Config | None] = {"scaled": None}
-    if variants:
-        configs |= {
-            "no flatten": grouped.Config(128, 256, flatten=False),
-            "3 stages": grouped.Config(128, 256, stages=3),
-            "n 128": grouped.Config(128, 128),
-            "n 128, 4 warps": grouped.Config(128, 128, warps=4, flatten=False),
-        }
-    runs: dict[str, Run] = {
+    return {
         "torch BF16": lambda: F.grouped_mm(a, b.transpose(1, 2), offs=ends_E),
         "BF16": lambda: grouped.gemm(Prepared(a, None), Prepared(b, None), torch.bfloat16, rows_E),
+        "scaled": lambda: grouped.gemm(scaled_a, scaled_b, torch.bfloat16, rows_E),
     }
-    for label, config in configs.items():
-        runs[label] = lambda c=config: grouped.gemm(scaled_a, scaled_b, torch.bfloat16, rows_E, c)
-    return runs
 
 
 def bench_moe() -> list[Row]:

@@ -27,22 +27,20 @@ def _rounded(x):
 
 
 @triton.jit
-def _quotient(a, b):
-    """a / b as div.rn rounds it, without its branch for extreme operands; where b overflows, a * 0.
+def _silu_times(gate, up):
+    """silu(gate) * up rounded to BF16, to the bit of torch's where |gate| >= 2^-120.
 
-    The instructions of div.rn's fast path: an approximate reciprocal, one Newton step, two remainders.
+    The division is the fast path of div.rn without its branch: an approximate reciprocal, one Newton step, two
+    remainders. A quarter of both sides keeps the reciprocal of the largest denominator a normal number.
     """
+    a = gate * 0.25
+    b = tl.fma(libdevice.exp(-gate), 0.25, 0.25)
     r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=tl.float32, is_pure=True, pack=1)
     r = tl.fma(r, tl.fma(-b, r, 1.0), r)
     q = a * r
     q = tl.fma(tl.fma(-b, q, a), r, q)
     q = tl.fma(tl.fma(-b, q, a), r, q)
-    return tl.where(b == float("inf"), a * 0.0, q)
-
-
-@triton.jit
-def _silu_times(gate, up):
-    return _rounded(_quotient(gate, 1.0 + libdevice.exp(-gate)) * up)
+    return _rounded(tl.where(b == float("inf"), a * 0.0, q) * up)
 
 
 @triton.jit
@@ -136,7 +134,7 @@ def swiglu(gate_up_RK: Tensor, wanted: tuple[str, ...], factor_R: Tensor | None 
     rows, k = gate_up_RK.shape[0], gate_up_RK.shape[1] // 2
     out = Outputs(wanted, rows, k, gate_up_RK.device)
     if rows:
-        tiles = Tiles.whole_rows(k)
+        tiles = Tiles.whole_rows(k, blocks_per_thread=2 if out.codes is None else 4)
         _swiglu_kernel[(triton.cdiv(rows, tiles.rows),)](
             gate_up_RK, factor_R, out.plain, out.amax, out.codes, out.scales, out.values, rows, k, **tiles.constants
         )
@@ -148,7 +146,7 @@ def rms_norm(x_TK: Tensor, weight_K: Tensor, eps: float, wanted: tuple[str, ...]
     rows, k = x_TK.shape
     out = Outputs(wanted, rows, k, x_TK.device)
     if rows:
-        tiles = Tiles.whole_rows(k)
+        tiles = Tiles.whole_rows(k, blocks_per_thread=2 if out.codes is None else 4)
         _rms_norm_kernel[(triton.cdiv(rows, tiles.rows),)](
             x_TK, weight_K, eps, out.plain, out.amax, out.codes, out.scales, out.values, rows, k, **tiles.constants
         )

@@ -3,7 +3,8 @@
     out = cast( (acc * alpha) * (a_amax[row] * b_amax[expert]) )        the order of minite.backends.reference
 
 Persistent: one program per multiprocessor takes tiles in turn, the tiles of one expert next to each other, so that its
-weight stays in L2. The expert of a tile is looked up in a table made on the device: the host never waits for rows_E.
+weight stays in L2; the loops are flattened, so that the loads of a tile overlap the epilogue of the one before. The
+expert of a tile is looked up in a table made on the device: the host never waits for rows_E.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ class Config:
     k: int = 64
     stages: int = 4
     warps: int = 8
-    flatten: bool = True
 
     @classmethod
     def choose(cls, rows_per_expert: float, out_dtype: torch.dtype) -> Config:
@@ -65,11 +65,11 @@ def _table_kernel(rows_E, table, limit, E, R, EP: tl.constexpr, BM: tl.constexpr
 @triton.jit
 def _gemm_kernel(
     a, b, out, a_amax, b_amax, table, limit, R, N, K, alpha,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     n_tiles = tl.cdiv(N, BN)
     m_tiles = tl.cdiv(R, BM) if table is None else tl.load(table + 3 * limit)
-    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, PROGRAMS, flatten=True):
         m, n = tile // n_tiles, tile % n_tiles
         if table is None:
             expert, row, end = 0, m * BM, R
@@ -111,7 +111,6 @@ def gemm(
     b: Prepared,
     out_dtype: torch.dtype,
     rows_E: Tensor | None = None,
-    config: Config | None = None,
 ) -> Tensor:
     """[R, N] in out_dtype: rows of a [R, K], sorted by expert, times their expert's weight of b [E, N, K].
 
@@ -124,7 +123,7 @@ def gemm(
     out_RN = torch.empty(rows, n, dtype=out_dtype, device=device)
     if not rows:
         return out_RN
-    config = config or Config.choose(rows / experts, out_dtype)
+    config = Config.choose(rows / experts, out_dtype)
     table, limit = (None, 0) if rows_E is None else tile_table(rows_E, rows, config.m)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     a_amax = a.amax if a.amax is None or a.amax.ndim else a.amax.expand(rows)
@@ -133,7 +132,7 @@ def gemm(
         TensorDescriptor(b.values, [experts * n, k], [k, 1], [config.n, config.k]),
         out_RN, None if a_amax is None else a_amax.contiguous(), b.amax, table, limit, rows, n, k,
         1 / (a.outer_max * b.outer_max),
-        BM=config.m, BN=config.n, BK=config.k, PROGRAMS=programs, FLATTEN=config.flatten,
+        BM=config.m, BN=config.n, BK=config.k, PROGRAMS=programs,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out_RN

@@ -130,7 +130,7 @@ def _launch(
         amax = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     amax = amax.contiguous()
     if rows:
-        tiles = Tiles.whole_rows(k, rows=block_rows)
+        tiles = Tiles.whole_rows(k, block_rows, blocks_per_thread=2 if codes is None else 4)
         per_amax = rows // amax.numel()
         _quantize_kernel[(triton.cdiv(rows, tiles.rows),)](
             x, amax, codes, scales, values, rows, per_amax, k,

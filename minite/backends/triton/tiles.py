@@ -10,7 +10,7 @@ import triton.language as tl
 from minite.backends.triton.rounding import block_amaxes, block_scales, e2m1_bytes, e2m1_value, max_nan
 
 BLOCK = 16
-_THREADS, _MAX_BLOCKS_PER_THREAD, _MAX_CHUNKS = 128, 2, 8
+_WARP, _MAX_CHUNKS = 32, 8
 
 
 @dataclass(frozen=True)
@@ -27,29 +27,26 @@ class Tiles:
     num_warps: int
 
     @classmethod
-    def whole_rows(cls, k: int, rows: int = 1) -> Tiles:
-        """Programs that hold whole rows of k columns, at least ``rows`` (a power of two) of them."""
+    def whole_rows(cls, k: int, rows: int = 1, blocks_per_thread: int = 2) -> Tiles:
+        """Programs that hold whole rows of k columns, at least ``rows`` (a power of two) of them.
+
+        Small programs win: one or two warps wait for nobody when a row's amax is reduced, and many fit a
+        multiprocessor.
+        """
         total = k // BLOCK
         blocks = total & -total
         if total // blocks > _MAX_CHUNKS:
             blocks = triton.next_power_of_2(total)
         chunks = -(-total // blocks)
-        while rows * blocks < _THREADS:
-            rows *= 2
-        if rows * blocks * chunks <= _THREADS * _MAX_BLOCKS_PER_THREAD // 2:
-            rows *= 2
-        return cls(rows, blocks, chunks, total % blocks == 0, _warps(rows * blocks * chunks))
+        rows = max(rows, _WARP // blocks)
+        warps = rows * blocks * chunks // (_WARP * blocks_per_thread)
+        return cls(rows, blocks, chunks, total % blocks == 0, min(16, 1 << max(1, warps).bit_length() - 1))
 
     @property
     def constants(self) -> dict[str, int | bool]:
         """Keyword arguments of a launch. No multiply-add may be fused: see rounding.py."""
         cut = {"ROWS": self.rows, "BLOCKS": self.blocks, "CHUNKS": self.chunks, "EVEN": self.even}
         return {**cut, "num_warps": self.num_warps, "enable_fp_fusion": False}
-
-
-def _warps(blocks: int) -> int:
-    """4 to 16 warps, a power of two, with some 8 blocks a thread at most."""
-    return next((warps for warps in (4, 8) if blocks <= 8 * 32 * warps), 16)
 
 
 @triton.jit
