@@ -23,11 +23,12 @@ def test_kernels_equal_the_definition_in_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("device", "strict", "capability", "installed", "reason"),
+    ("device", "strict", "capability", "installed", "reason"),  # capability None: no GPU
     [
         ("cpu", False, (9, 0), True, "not on cpu"),
         ("cuda", True, (9, 0), True, "strict alignment"),
         ("cuda", False, (9, 0), False, "triton is not installed"),
+        ("cuda", False, None, True, "no CUDA device"),
         ("cuda", False, (8, 0), True, "this GPU is sm_80"),
         ("cuda", False, (9, 0), True, None),
         ("cuda", False, (10, 3), True, None),
@@ -35,6 +36,7 @@ def test_kernels_equal_the_definition_in_the_interpreter():
 )
 def test_refusals_name_the_reason(monkeypatch, device, strict, capability, installed, reason):
     monkeypatch.setattr("minite.backends.triton.backend.find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     refusal = TritonBackend.refused(device, strict)
     assert refusal is None if reason is None else reason in refusal
