@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from minite.backends.device import use_cuda
+from minite.backends.registry import get_backend
 from minite.config import PrecisionPlan, RunConfig, resolve_plan
 from minite.diagnostics.gap import gap_metrics, gap_summary
 from minite.driver import checkpoint, rundir, warm_start
@@ -26,6 +28,7 @@ from minite.driver.tokenizer import make_tokenizer
 from minite.errors import UserError
 from minite.losses.correction import CorrectionOutput, correct
 from minite.losses.triage_state import TriageState
+from minite.sampler import check_engine
 from minite.types import RolloutBatch
 
 
@@ -50,6 +53,9 @@ def resume(run_dir: Path, overrides: Sequence[str] = ()) -> None:
             print(f"damaged checkpoint {line}")
         if folder is None and damaged:
             raise UserError(f"{run_dir}: every checkpoint is damaged; start a new run, or put one back from a copy")
+        done, steps = checkpoint.step_of(folder) if folder else 0, job.config.driver.steps
+        if done >= steps:
+            raise UserError(f"{run_dir} is finished ({done} of {steps} steps): raise it with -o driver.steps=N")
         print(f"resuming from {folder.name if folder else 'the start: there is no checkpoint yet'}")
         rundir.keep(run_dir, job.config)
         _go(job, folder)
@@ -63,7 +69,24 @@ class Job:
         self.slot = find_slot(config)
         self.tokenizer = make_tokenizer(config)
         self.task = load_task(config, self.tokenizer)
+        check_engine(config)
+        self.backend = _one_backend(config, plan)
         self.view = ProgressView(config.name, config.driver.steps)
+
+
+def _one_backend(config: RunConfig, plan: PrecisionPlan) -> str:
+    """What learner and sampler compute with, in words. UserError for two backends where their numbers must agree."""
+    words = []
+    for role, device in (("learner", config.learner.device), ("sampler", config.sampler.device)):
+        where = "cuda" if use_cuda(device) else "cpu"
+        backend = get_backend(plan.backend, device=where, strict=plan.alignment == "strict")
+        words.append(f"{backend.name} ({backend.kind}) on {where}")
+        if words[0] != words[-1] and plan.alignment != "off":
+            raise UserError(
+                f"precision.alignment is {plan.alignment}, but the learner would compute with {words[0]} and the "
+                f"{role} with {words[-1]}: give both one device, or set alignment: off"
+            )
+    return words[0] if words[0] == words[1] else f"{words[0]} in the learner, {words[1]} in the sampler"
 
 
 def _go(job: Job, folder: Path | None) -> None:
@@ -75,6 +98,7 @@ def _go(job: Job, folder: Path | None) -> None:
         cluster(config),
     ):
         view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")
+        view.note(f"plan {job.plan.digest[:12]}, {job.plan.alignment}; GEMMs: {job.backend}; starting the learner")
         learners = LearnerGroup(config, job.slot)
         warm_start.prepare(config, run_dir, learners, job.tokenizer, job.task.train, view.note)
         run = Run(job, learners, metrics)
@@ -173,13 +197,15 @@ class Run:
         self.view.note(f"{line}; {'the step is skipped' if choice == 'skip' else 'going on'}")
 
     def _optimize(self, batch: RolloutBatch) -> None:
-        """One optimizer step per minibatch; the metrics are their means."""
+        """One optimizer step per minibatch; the metrics are their means, skipped steps are counted."""
         parts = torch.arange(batch.num_sequences).chunk(self.config.algo.minibatches)
-        means: dict[str, float] = {}
+        measured: dict[str, list[float]] = {}
         for index_S in parts:
             part = batch if len(parts) == 1 else batch.select(index_S)
             for key, value in self.learners.train_step(part, float(part.loss_mask_T.sum())).items():
-                means[key] = means.get(key, 0.0) + value / len(parts)
+                measured.setdefault(key, []).append(value)  # a skipped update has no gradient norm
+        means = {key: sum(values) / len(values) for key, values in measured.items()}
+        means["learner/skipped_steps"] = sum(measured["learner/skipped_steps"])
         self.values = means | self.values  # an entropy measured before the update stays
 
     def _sync(self) -> None:

@@ -58,13 +58,13 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 def load(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, PrecisionPlan]:
     """The configuration of a run, with ``-o`` overrides, and its plan. The plan must still be the one it began with."""
-    data, saved = _read(run_dir, CONFIG), _read(run_dir, PLAN)
-    config = config_from_dict(data, str(run_dir / CONFIG), overrides)
+    config = config_from_dict(json.loads(_read(run_dir, CONFIG)), str(run_dir / CONFIG), overrides)
+    saved = PrecisionPlan.from_json(_read(run_dir, PLAN), str(run_dir / PLAN))
     plan = resolve_plan(config)
-    if plan.digest != saved["digest"]:
+    if plan.digest != saved.digest:
         raise UserError(
             f"{run_dir}: the plan now resolves to digest {plan.digest[:12]}, the run began with "
-            f"{saved['digest'][:12]}: a run keeps its precision; start a new run to change it"
+            f"{saved.digest[:12]}: a run keeps its model and precision; start a new run to change them"
         )
     return config, plan
 
@@ -74,10 +74,12 @@ def keep(run_dir: Path, config: RunConfig) -> None:
     _write(run_dir / CONFIG, config_to_dict(config))
 
 
-def _read(run_dir: Path, name: str) -> Any:
+def _read(run_dir: Path, name: str) -> str:
     path = run_dir / name
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        json.loads(text)
+        return text
     except FileNotFoundError:
         raise UserError(f"{run_dir} is not a run directory: no {name}; expected what 'minite train' made") from None
     except (OSError, ValueError) as error:

@@ -61,7 +61,7 @@ def test_a_mistake_that_only_the_learner_can_see(tmp_path):
     recipe(folder)
     (folder / "weights").mkdir()
     code, out, err = run(folder, "tiny.yaml", "--run-dir", "run", "-o", "model.checkpoint=weights")
-    assert code == 2 and out.startswith("run directory run;") and len(out.splitlines()) == 1
+    assert code == 2 and out.startswith("run directory run;") and len(out.splitlines()) == 2
     assert re.fullmatch(r"minite: error: model.checkpoint: weights has no \*.safetensors file; .*\n", err)
     assert files(folder) == ["tiny.yaml", "weights"]
 
