@@ -19,6 +19,7 @@ from minite.backends.device import use_cuda
 from minite.config import RunConfig, env
 from minite.errors import ProcessDied, UserError
 
+STARTS = 3  # of Ray, where the machine is too busy for it
 OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory
 
 
@@ -78,15 +79,7 @@ def cluster(config: RunConfig) -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="minite-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
     keep, undertaker = False, None
     try:
-        ray.init(
-            address="local",  # never a cluster that happens to run here
-            num_cpus=_cpus(config),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level="ERROR",
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+        _init_ray(_cpus(config), folder)
         undertaker = _start_undertaker(folder)
         # Ray answers SIGTERM (a batch system's way to stop a job) with a stack dump and an abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -101,6 +94,26 @@ def cluster(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)  # Ray itself would leave it for ever
+
+
+def _init_ray(cpus: int, folder: str) -> None:
+    """Start Ray. It gives its own processes 30 seconds to come up, fixed, which a busy machine may exceed."""
+    for start in range(STARTS):
+        try:
+            ray.init(
+                address="local",  # never a cluster that happens to run here
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level="ERROR",
+                log_to_driver=False,
+                _temp_dir=folder,
+            )
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or start == STARTS - 1:
+                raise
+            ray.shutdown()
 
 
 def _start_undertaker(folder: str) -> subprocess.Popen[bytes]:

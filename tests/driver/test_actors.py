@@ -121,9 +121,20 @@ def test_entropy_stays_what_it_was_before_the_update(run, monkeypatch):
     """With an entropy bonus the learner reports an entropy too; the two must not be added up."""
     run._sync()
     run.values = {"entropy/mean": 0.5}
-    monkeypatch.setattr(run.learners, "train_step", lambda *_: {"entropy/mean": 0.25, "loss/policy": 3.0})
+    done = {"entropy/mean": 0.25, "loss/policy": 3.0, "learner/skipped_steps": 0.0}
+    monkeypatch.setattr(run.learners, "train_step", lambda *_: done)
     run._optimize(run.rollouts.next().batch)
-    assert run.values == {"entropy/mean": 0.5, "loss/policy": 3.0}
+    assert run.values == done | {"entropy/mean": 0.5}
+
+
+def test_a_skipped_update_is_counted_and_has_no_part_in_the_means(run, monkeypatch):
+    run._sync()
+    run.values = {}
+    skipped, done = {"learner/skipped_steps": 1.0}, {"learner/skipped_steps": 0.0, "learner/grad_norm": 3.0}
+    updates = iter([skipped, done])
+    monkeypatch.setattr(run.learners, "train_step", lambda *_: next(updates))
+    run._optimize(run.rollouts.next().batch)
+    assert run.values == {"learner/skipped_steps": 1.0, "learner/grad_norm": 3.0}
 
 
 @pytest.mark.parametrize(("choice", "steps"), [("warn", 1), ("skip", 0)])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minite.config import resolve_plan
-from minite.driver import loop, rundir
+from minite.driver import checkpoint, loop, rundir
 from minite.errors import UserError
 from tests.driver.tiny_run import config, files
 
@@ -39,7 +39,7 @@ def test_a_directory_with_something_in_it_is_refused(made, tmp_path):
 
 
 def test_precision_cannot_change_on_the_way(made):
-    with pytest.raises(UserError, match="a run keeps its precision"):
+    with pytest.raises(UserError, match="a run keeps its model and precision"):
         rundir.load(made, ["precision.alignment=strict"])
 
 
@@ -103,3 +103,18 @@ def test_cpus_are_counted_by_placement(tmp_path, changes, needed):
     if needed > 1:
         with pytest.raises(UserError, match=f"needs {needed} CPUs, got {needed - 1}: .*driver.num_cpus={needed}"):
             find_slot(config(tmp_path, *changes, f"driver.num_cpus={needed - 1}"))
+
+
+def test_a_finished_run_says_so(made):
+    checkpoint.write_checkpoint(made, 5, lambda folder: None, {})
+    with pytest.raises(UserError, match=r"is finished \(5 of 5 steps\): raise it with -o driver.steps=N"):
+        loop.resume(made)
+
+
+def test_learner_and_sampler_must_compute_alike(tmp_path, monkeypatch):
+    """On a machine with a GPU, a learner left on the CPU would be another backend than its sampler's."""
+    run_config = config(tmp_path, "learner.device=cpu", "precision.backend=reference")
+    assert loop.Job(run_config, resolve_plan(run_config), tmp_path).backend.startswith("reference")
+    monkeypatch.setattr(loop, "use_cuda", lambda choice: choice != "cpu")
+    with pytest.raises(UserError, match="alignment is aligned, but the learner .* on cpu and the sampler .* on cuda"):
+        loop.Job(run_config, resolve_plan(run_config), tmp_path)
