@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -17,6 +18,7 @@ import torch
 
 from minite.backends.device import use_cuda
 from minite.config import RunConfig, env
+from minite.driver import undertaker
 from minite.errors import ProcessDied, UserError
 
 STARTS = 3  # of Ray, where the machine is too busy for it
@@ -77,10 +79,10 @@ def cluster(config: RunConfig) -> Iterator[None]:
         return
     env.apply_ray_env()
     folder = tempfile.mkdtemp(prefix="minite-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
-    keep, undertaker = False, None
+    keep, waiting, others = False, None, psutil.Process().children(recursive=True)
     try:
         _init_ray(_cpus(config), folder)
-        undertaker = _start_undertaker(folder)
+        waiting = _start_undertaker(folder, others)
         # Ray answers SIGTERM (a batch system's way to stop a job) with a stack dump and an abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
@@ -88,9 +90,9 @@ def cluster(config: RunConfig) -> Iterator[None]:
         keep = True
         raise ProcessDied(f"{error}; its last words are in a .err file under {folder}") from None
     finally:
-        if undertaker is not None:
-            undertaker.kill()
-            undertaker.communicate()
+        if waiting is not None:
+            waiting.kill()
+            waiting.communicate()
         ray.shutdown()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)  # Ray itself would leave it for ever
@@ -116,15 +118,11 @@ def _init_ray(cpus: int, folder: str) -> None:
             ray.shutdown()
 
 
-def _start_undertaker(folder: str) -> subprocess.Popen[bytes]:
-    """A shell that waits for the end of this process, also by SIGKILL, and then clears up behind Ray.
-
-    Most of Ray goes down with us, but its agents try for a minute to report that to a server which is gone too.
-    """
-    running = [str(process.pid) for process in psutil.Process().children(recursive=True)]
-    script = 'cat; kill -9 "$@"; sleep 3; rm -rf "$0"'  # cat ends when the pipe does, and that is held by us alone
+def _start_undertaker(folder: str, others: Sequence[psutil.Process]) -> subprocess.Popen[bytes]:
+    """A process that outlives this one, to clear up behind Ray. ``others``: children that are not Ray's."""
+    started = [p for p in psutil.Process().children(recursive=True) if p not in others]
     return subprocess.Popen(
-        ["/bin/sh", "-c", script, folder, *running],
+        [sys.executable, "-P", undertaker.__file__, folder, *(f"{p.pid}@{p.create_time()}" for p in started)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

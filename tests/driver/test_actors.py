@@ -58,7 +58,8 @@ def _prepare(job, learners, folder, changes=(), **warm):
     return said, {name: tensor for bucket in ray.get(buckets) for name, tensor in from_wire(bucket).items()}
 
 
-def test_a_warm_start_is_the_same_made_or_from_the_cache(job, learners, tmp_path):
+def test_a_warm_start_is_the_same_made_or_from_the_cache(job, learners, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITE_CACHE_DIR", str(tmp_path / "cache"))
     made_said, made = _prepare(job, learners, tmp_path / "a")
     kept_said, kept = _prepare(job, learners, tmp_path / "b")
     alone_said, alone = _prepare(job, learners, tmp_path / "c", cache=False)
