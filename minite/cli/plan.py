@@ -1,0 +1,39 @@
+"""`minite plan`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from minite.cli.arguments import Command, add_override
+from minite.errors import UserError
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print what a recipe decides for every linear."""
+    if args.schema:
+        from minite.config import schema
+
+        print(Path(schema.__file__).read_text(encoding="utf-8"), end="")
+        return 0
+    if args.recipe is None:
+        raise UserError("plan: no recipe given; expected minite plan RECIPE, or minite plan --schema for all settings")
+    from minite.config import load_recipe, resolve_plan
+
+    resolved = resolve_plan(load_recipe(args.recipe, args.override))
+    print(resolved.to_json() if args.json else resolved.table(), end="" if args.json else "\n")
+    return 0
+
+
+def add(command: Command) -> None:
+    """Adds this file's command."""
+    added = command(
+        plan,
+        "recipes/qwen3_30b_a3b_w4a4_grpo.yaml",
+        "recipes/tiny_qwen3_moe_w4a4_grpo.yaml -o precision.alignment=strict --json",
+        "--schema",
+    )
+    added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file")
+    added.add_argument("--json", action="store_true", help="the whole plan, one entry per linear, as JSON")
+    added.add_argument("--schema", action="store_true", help="every setting of a recipe, its default and its meaning")
+    add_override(added)
