@@ -72,6 +72,10 @@ class Job:
         check_engine(config)
         self.backend = _one_backend(config, plan)
         self.view = ProgressView(config.name, config.driver.steps)
+        if len(self.task.heldout) > len(self.task.train):
+            self.view.note(
+                f"data.heldout: {len(self.task.heldout)} questions are held out, only {len(self.task.train)} trained on"
+            )
 
 
 def _one_backend(config: RunConfig, plan: PrecisionPlan) -> str:

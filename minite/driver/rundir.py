@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minite.config import PrecisionPlan, RunConfig, config_from_dict, config_to_dict, resolve_plan
+from minite.config.build import nearest
 from minite.driver.metrics import METRICS_FILE
 from minite.errors import UserError
 
@@ -81,7 +82,12 @@ def _read(run_dir: Path, name: str) -> str:
         json.loads(text)
         return text
     except FileNotFoundError:
-        raise UserError(f"{run_dir} is not a run directory: no {name}; expected what 'minite train' made") from None
+        beside = run_dir.parent
+        runs = sorted(p.name for p in beside.iterdir() if (p / CONFIG).is_file()) if beside.is_dir() else []
+        raise UserError(
+            f"{run_dir} is not a run directory: no {name}; expected what 'minite train' made; in {beside}: "
+            f"{nearest(run_dir.name, runs)}"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
 

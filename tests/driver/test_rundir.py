@@ -53,6 +53,11 @@ def test_a_file_that_is_missing_or_damaged_is_named(made, name):
         rundir.load(made)
 
 
+def test_a_mistyped_run_directory_names_the_nearest_run(made):
+    with pytest.raises(UserError, match=f"nearest is '{made.name}'"):
+        rundir.load(made.with_name(made.name + "x"))
+
+
 def test_one_process_at_a_time(made):
     with rundir.locked(made), pytest.raises(UserError, match="another process is running it"), rundir.locked(made):
         pass
