@@ -17,6 +17,12 @@ from minite.sampler.engine import Request, SamplingParams
 from tests.tolerances import STRICT_GAP
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+# The same sizes as a dense model without QK norm.
+LLAMA = (
+    "model.kind=llama", "model.num_experts=0", "model.experts_per_token=0", "model.moe_intermediate_size=0",
+    "model.intermediate_size=96", "model.rope_theta=100000", "model.tie_word_embeddings=true",
+    'precision.rules=[{match: "model.layers.**", use: w4a4}, {match: "**", use: bf16}]',
+)  # fmt: skip
 SIZES = ("model.num_layers=4", "model.hidden_size=64", "model.init_std=0.3", "warm_start.steps=0", "learner.device=cpu")
 
 
@@ -33,8 +39,9 @@ def free_port() -> int:
         ("bf16", []),
         ("w4a4_strict", ["sampler.temperature=0.7"]),
         ("w4a4_strict", ["algo.router_replay=false"]),  # each side routes by itself
+        ("w4a4_strict", [*LLAMA]),
     ],
-    ids=["w4a4", "bf16", "temperature", "no replay"],
+    ids=["w4a4", "bf16", "temperature", "no replay", "llama"],
 )
 def test_learner_and_sampler_agree_to_the_last_bit(recipe: str, settings: list[str]) -> None:
     overrides = [*SIZES, "precision.alignment=strict", *settings]

@@ -11,10 +11,11 @@ from minite.config.build import nearest
 from minite.config.operands import GRADIENT_CHOICES
 from minite.config.schema import RunConfig
 from minite.errors import UserError
+from minite.models import FAMILIES
 
 # Settings that take one of a few words. The words are explained beside the field in schema.py.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.kind": ("qwen3", "qwen3_moe"),
+    "model.kind": tuple(FAMILIES),
     "model.dtype": ("bf16", "fp32"),
     "precision.kv_cache": ("bf16", "fp8"),
     "precision.lm_head_dtype": ("fp32", "bf16"),
@@ -124,13 +125,11 @@ def check_model(config: RunConfig) -> None:
         raise _fail(config, "model.num_heads", f"expected a multiple of num_kv_heads {m.num_kv_heads}")
     if m.head_dim % 2:
         raise _fail(config, "model.head_dim", "expected an even number; RoPE rotates pairs")
-    moe = ("num_experts", "experts_per_token", "moe_intermediate_size")
-    needed, unused = (moe, ("intermediate_size",)) if m.kind == "qwen3_moe" else (("intermediate_size",), moe)
-    for name in needed:
-        if not getattr(m, name):
+    needed = FAMILIES[m.kind].mlp_sizes
+    for name in dict.fromkeys(size for family in FAMILIES.values() for size in family.mlp_sizes):
+        if name in needed and not getattr(m, name):
             raise _fail(config, f"model.{name}", f"kind {m.kind} needs it; set it to at least 1")
-    for name in unused:
-        if getattr(m, name):
+        if name not in needed and getattr(m, name):
             raise _fail(config, f"model.{name}", f"kind {m.kind} does not use it; remove it or change model.kind")
     if m.experts_per_token > m.num_experts:
         raise _fail(config, "model.experts_per_token", f"expected at most num_experts {m.num_experts}")

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 class ModelConfig:
     """Shapes and names of the policy. Defaults are those of Qwen3; sizes have none."""
 
-    kind: str  # "qwen3" (dense) | "qwen3_moe"
+    kind: str  # qwen3 | qwen3_moe | llama (Llama-style, such as SmolLM2)
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    intermediate_size: int = 0  # dense MLP width; qwen3 only
+    intermediate_size: int = 0  # width of a dense MLP; qwen3 and llama
     num_experts: int = 0  # qwen3_moe only
     experts_per_token: int = 0
     moe_intermediate_size: int = 0

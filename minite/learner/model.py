@@ -13,6 +13,7 @@ from minite.layers import ops
 from minite.learner.moe import ReplayRouter
 from minite.learner.packing import Microbatch
 from minite.learner.provider import LogitsLinear, PackedParams, PolicyConfig, block_spec
+from minite.models import get_model
 from minite.sync.stored import MODEL_DTYPES
 
 
@@ -29,7 +30,7 @@ def policy_config(run_config: RunConfig, plan: PrecisionPlan, device: torch.devi
         ffn_hidden_size=m.intermediate_size or m.moe_intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=m.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=get_model(m.kind).qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

@@ -129,6 +129,7 @@ def block_spec(config: PolicyConfig) -> TransformerBlockSubmodules:
     """The decoder: equal layers of attention and either a dense MLP or experts, and the final norm."""
     from minite.learner.moe import MoE  # it needs the modules above
 
+    head_norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -136,8 +137,8 @@ def block_spec(config: PolicyConfig) -> TransformerBlockSubmodules:
             linear_qkv=ColumnLinear,
             core_attention=PackedAttention,
             linear_proj=RowLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
     layer = ModuleSpec(

@@ -2,10 +2,11 @@
 
 from minite.errors import UserError
 from minite.models.family import ModelFamily
+from minite.models.llama import Llama
 from minite.models.qwen3 import Qwen3
 from minite.models.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, ModelFamily] = {family.kind: family for family in (Qwen3(), Qwen3Moe())}
+FAMILIES: dict[str, ModelFamily] = {family.kind: family for family in (Qwen3(), Qwen3Moe(), Llama())}
 
 
 def get_model(kind: str) -> ModelFamily:

@@ -1,10 +1,14 @@
-"""What all decoder-only families here share; a family adds its MLP."""
+"""A decoder-only family: GQA with RoPE, RMS norms and a SwiGLU MLP. What is written here is the common case.
+
+A family is a subclass that names itself and overrides what it does otherwise.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from minite.models.weight_ops import Rename, SplitQKV, WeightMap, WeightOp
+from minite.models.weight_ops import Rename, SplitGateUp, SplitQKV, WeightMap, WeightOp
 
 if TYPE_CHECKING:  # at run time config imports models, not the reverse
     from minite.config.schema import ModelConfig
@@ -13,19 +17,39 @@ Linear = tuple[str, int, int]  # HF module path, rows N, columns K of its weight
 
 
 class ModelFamily:
-    """Shapes and names of one architecture: Qwen3 attention (GQA, QK norm, RoPE) around the subclass's MLP."""
+    """Shapes and names of one architecture, and what of its config.json miniTE can compute."""
 
     kind: str  # model.kind in a recipe
     architecture: str  # in config.json: architectures[0]
     model_type: str  # in config.json
+    qk_norm: bool  # an RMS norm over each head of q and of k, before RoPE
+    # Sizes of the MLP: our field -> key of config.json. A recipe of this kind needs these, and no other kind's.
+    mlp_sizes: Mapping[str, str] = {"intermediate_size": "intermediate_size"}
+    # Settings of config.json that are computed in one way only. A missing key means that way, except for those in
+    # must_be_written, where transformers' own default is another.
+    fixed: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False}
+    must_be_written: frozenset[str] = frozenset()
+
+    def hf_defaults(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """What a config.json of this family may leave out, and what it then means."""
+        return {"tie_word_embeddings": False, "initializer_range": 0.02}
 
     def mlp_linears(self, cfg: ModelConfig, layer: int) -> list[Linear]:
         """Linears of one layer's MLP (a router counts as one)."""
-        raise NotImplementedError
+        mlp, hidden, wide = f"model.layers.{layer}.mlp", cfg.hidden_size, cfg.intermediate_size
+        return [
+            (f"{mlp}.gate_proj", wide, hidden),
+            (f"{mlp}.up_proj", wide, hidden),
+            (f"{mlp}.down_proj", hidden, wide),
+        ]
 
     def mlp_ops(self, cfg: ModelConfig, layer: int) -> list[WeightOp]:
         """Weight ops of one layer's MLP."""
-        raise NotImplementedError
+        mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+        return [
+            SplitGateUp(f"{mcore}.linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")),
+            Rename(f"{mcore}.linear_fc2.weight", (f"{hf}.down_proj.weight",)),
+        ]
 
     def high_precision_role(self, name: str) -> str | None:
         """Why this linear must stay BF16 or better ("lm_head" | "router"); None for one that may be quantized."""
@@ -65,8 +89,9 @@ class ModelFamily:
         for layer in range(cfg.num_layers):
             prefix = f"model.layers.{layer}"
             shapes[f"{prefix}.input_layernorm.weight"] = (cfg.hidden_size,)
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (cfg.head_dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (cfg.head_dim,)
+            if self.qk_norm:
+                shapes[f"{prefix}.self_attn.q_norm.weight"] = (cfg.head_dim,)
+                shapes[f"{prefix}.self_attn.k_norm.weight"] = (cfg.head_dim,)
             shapes[f"{prefix}.post_attention_layernorm.weight"] = (cfg.hidden_size,)
         shapes["model.norm.weight"] = (cfg.hidden_size,)
         for name, n, k in self.linears(cfg):
@@ -89,8 +114,13 @@ class ModelFamily:
                     cfg.num_kv_heads,
                     cfg.head_dim,
                 ),
-                Rename(f"{mcore}.self_attention.q_layernorm.weight", (f"{hf}.self_attn.q_norm.weight",)),
-                Rename(f"{mcore}.self_attention.k_layernorm.weight", (f"{hf}.self_attn.k_norm.weight",)),
+            ]
+            if self.qk_norm:
+                ops += [
+                    Rename(f"{mcore}.self_attention.{x}_layernorm.weight", (f"{hf}.self_attn.{x}_norm.weight",))
+                    for x in "qk"
+                ]
+            ops += [
                 Rename(f"{mcore}.self_attention.linear_proj.weight", (f"{hf}.self_attn.o_proj.weight",)),
                 Rename(f"{mcore}.pre_mlp_layernorm.weight", (f"{hf}.post_attention_layernorm.weight",)),
             ]

@@ -9,9 +9,9 @@ from typing import Any
 
 from minite.config.schema import ModelConfig
 from minite.errors import UserError
-from minite.models import FAMILIES, get_model
+from minite.models import FAMILIES, ModelFamily, get_model
 
-# Our field -> the HF key, for both kinds; then what each kind adds.
+# Our field -> the HF key, for all kinds; a family adds the sizes of its MLP.
 _COMMON = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -25,39 +25,17 @@ _COMMON = {
     "max_seq_len": "max_position_embeddings",
     "init_std": "initializer_range",
 }
-_BY_KIND = {
-    "qwen3": {"intermediate_size": "intermediate_size"},
-    "qwen3_moe": {
-        "num_experts": "num_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "moe_intermediate_size": "moe_intermediate_size",
-    },
-}
-# Settings that miniTE computes in one way only. A missing key means that way, except where transformers' own default
-# differs (norm_topk_prob), which must then be written.
-_FIXED: dict[str, dict[str, Any]] = {
-    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    "qwen3_moe": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
-_MUST_BE_WRITTEN = {"norm_topk_prob"}
 
 
 def write_hf_config(cfg: ModelConfig) -> dict[str, Any]:
-    """config.json of the model as JSON-ready data, in the form that the released Qwen3 checkpoints use."""
+    """config.json of the model as JSON-ready data, in the form that released checkpoints use."""
     family = get_model(cfg.kind)
-    names = {**_COMMON, **_BY_KIND[cfg.kind]}
+    names = {**_COMMON, **family.mlp_sizes}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{hf: getattr(cfg, name) for name, hf in names.items()},
-        **_FIXED[cfg.kind],
+        **family.fixed,
         "rope_scaling": None,
         "attention_dropout": 0.0,
         "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[cfg.dtype],
@@ -79,22 +57,23 @@ def read_hf_config(path: str | Path) -> ModelConfig:
         raise UserError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{file}: got {type(data).__name__}, expected the object of a Hugging Face config.json")
-    kinds = {family.model_type: kind for kind, family in FAMILIES.items()}
-    kind = kinds.get(str(data.get("model_type")))
-    if kind is None:
-        raise UserError(f"{file}: model_type is {data.get('model_type')!r}, expected one of {', '.join(kinds)}")
-    data = _old_names(data)
-    _refuse(file, kind, data)
+    families = {family.model_type: family for family in FAMILIES.values()}
+    family = families.get(str(data.get("model_type")))
+    if family is None:
+        raise UserError(f"{file}: model_type is {data.get('model_type')!r}, expected one of {', '.join(families)}")
+    data = _current_names(data)
+    _refuse(file, family, data)
+    data = family.hf_defaults(data) | {key: value for key, value in data.items() if value is not None}
     values: dict[str, Any] = {}
-    for name, hf in {**_COMMON, **_BY_KIND[kind]}.items():
+    for name, hf in {**_COMMON, **family.mlp_sizes}.items():
         if data.get(hf) is None:
-            raise UserError(f"{file}: key '{hf}' is missing; a {kind} checkpoint has it")
+            raise UserError(f"{file}: key '{hf}' is missing; a {family.kind} checkpoint has it")
         values[name] = data[hf]
     dtype = {"float32": "fp32"}.get(str(data.get("dtype") or data.get("torch_dtype")), "bf16")
-    return ModelConfig(kind=kind, dtype=dtype, checkpoint=str(file.parent), **values)
+    return ModelConfig(kind=family.kind, dtype=dtype, checkpoint=str(file.parent), **values)
 
 
-def _old_names(data: Mapping[str, Any]) -> dict[str, Any]:
+def _current_names(data: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes some keys under new names; read both."""
     merged = dict(data)
     rope = data.get("rope_parameters") or {}
@@ -104,15 +83,13 @@ def _old_names(data: Mapping[str, Any]) -> dict[str, Any]:
         merged.setdefault("rope_scaling", rope)
     if "num_local_experts" in data:
         merged.setdefault("num_experts", data["num_local_experts"])
-    merged.setdefault("tie_word_embeddings", False)
-    merged.setdefault("initializer_range", 0.02)
     return merged
 
 
-def _refuse(file: Path, kind: str, data: Mapping[str, Any]) -> None:
+def _refuse(file: Path, family: ModelFamily, data: Mapping[str, Any]) -> None:
     if data.get("rope_scaling"):
         raise UserError(f"{file}: rope_scaling is {data['rope_scaling']!r}; only unscaled RoPE (null) is supported")
-    for key, only in _FIXED[kind].items():
-        got = data.get(key, None if key in _MUST_BE_WRITTEN else only)
+    for key, only in family.fixed.items():
+        got = data.get(key, None if key in family.must_be_written else only)
         if got != only:
             raise UserError(f"{file}: {key} is {got!r}; miniTE computes only {only!r}")

@@ -15,6 +15,20 @@ class Qwen3Moe(ModelFamily):
     kind = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
+    qk_norm = True
+    mlp_sizes = {
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "moe_intermediate_size": "moe_intermediate_size",
+    }
+    fixed = {
+        **ModelFamily.fixed,
+        "use_sliding_window": False,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    must_be_written = frozenset({"norm_topk_prob"})
 
     def high_precision_role(self, name: str) -> str | None:
         return "router" if name.endswith(".mlp.gate") else super().high_precision_role(name)

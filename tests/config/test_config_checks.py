@@ -13,7 +13,7 @@ from minite.config.checks import BOUNDS, CHOICES
 from minite.config.schema import RunConfig
 
 MISTAKES = [
-    ("model.kind=qwen", "model.kind is 'qwen': expected one of qwen3, qwen3_moe; nearest is 'qwen3'"),
+    ("model.kind=qwen", "model.kind is 'qwen': expected one of qwen3, qwen3_moe, llama; nearest is 'qwen3'"),
     ("precision.alignment=strickt", "expected one of off, aligned, strict; nearest is 'strict'"),
     ("precision.kv_cache=fp4", "precision.kv_cache is 'fp4': expected one of bf16, fp8"),
     ("correction=triag", "correction.kind is 'triag': expected one of none, tis, icepop, triage; nearest is 'triage'"),

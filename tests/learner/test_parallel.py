@@ -14,6 +14,7 @@ from tests.learner.tiny_policy import batch, free_port, layout, learner, recipe
 LENGTHS = [9, 14, 6, 11, 17]  # odd in number and in sum: ranks get unequal shares and padding
 LAYOUTS = {
     "dense-tp2": ("qwen3", {"tensor_parallel": 2}),
+    "llama-tp2": ("llama", {"tensor_parallel": 2}),
     "dense-dp2": ("qwen3", {"data_parallel": 2}),
     "moe-tp2": ("qwen3_moe", {"tensor_parallel": 2}),
     "moe-ep2": ("qwen3_moe", {"expert_parallel": 2}),
@@ -64,7 +65,7 @@ def test_two_processes_agree_in_bf16(ranks, name, tmp_path):
         assert part.metrics[0]["learner/grad_norm"] == pytest.approx(single.metrics[0]["learner/grad_norm"], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["dense-tp2", "moe-tp2", "moe-ep2"])
+@pytest.mark.parametrize("name", ["dense-tp2", "llama-tp2", "moe-tp2", "moe-ep2"])
 def test_each_rank_holds_its_slice_of_the_unsharded_codes(ranks, name, tmp_path):
     single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
     a, b = (part.codes for part in parts)

@@ -24,12 +24,14 @@ def test_supervised_steps_learn_a_fixed_batch(kind):
     assert losses[-1] < 0.75 * losses[0], losses
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "llama tied"])
 def test_logprobs_equal_hugging_face(kind, tmp_path):
     """Whole model against an independent implementation, through an exported directory, FP32 storage."""
     from transformers import AutoModelForCausalLM
 
+    kind, _, tied = kind.partition(" ")
     data, config = batch(LENGTHS), recipe(kind, dtype="fp32", sampler=SamplerConfig(temperature=0.7))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_word_embeddings=bool(tied)))
     with learner(config) as worker:
         worker.save_hf(tmp_path / "hf")
         logprob_T, entropy_T = worker.logprobs(data)

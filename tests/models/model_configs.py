@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minite.config.schema import ModelConfig
+from minite.models import get_model
 
 
 def config(kind: str, **sizes) -> ModelConfig:
@@ -14,8 +15,6 @@ def config(kind: str, **sizes) -> ModelConfig:
         "head_dim": 6,
         "vocab_size": 40,
     }
-    if kind == "qwen3":
-        base |= {"intermediate_size": 20}
-    else:
-        base |= {"num_experts": 3, "experts_per_token": 2, "moe_intermediate_size": 10}
+    mlp = {"intermediate_size": 20, "num_experts": 3, "experts_per_token": 2, "moe_intermediate_size": 10}
+    base |= {name: mlp[name] for name in get_model(kind).mlp_sizes}
     return ModelConfig(kind=kind, **(base | sizes))

@@ -10,26 +10,24 @@ from model_configs import config
 from safetensors import safe_open
 
 from minite.errors import UserError
-from minite.models import get_model
+from minite.models import FAMILIES, get_model
 from minite.models.hf_config import read_hf_config, write_hf_config
 
-KINDS = ["qwen3", "qwen3_moe"]
+KINDS = list(FAMILIES)
 
 
 @pytest.fixture(params=[(kind, tied) for kind in KINDS for tied in (False, True)], ids=str)
 def checkpoint(request, tmp_path_factory):
     """(our config, directory that transformers saved a random model of that config to)."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, tied = request.param
     cfg = config(kind, tie_word_embeddings=tied, rope_theta=20_000.0, max_seq_len=64, init_std=0.03)
-    config_cls, model_cls = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    }[kind]
     folder = tmp_path_factory.mktemp(kind)
     (folder / "config.json").write_text(json.dumps(write_hf_config(cfg)))
-    model_cls(config_cls.from_pretrained(folder)).save_pretrained(folder / "saved")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    assert type(model).__name__ == get_model(kind).architecture
+    model.save_pretrained(folder / "saved")
     return cfg, folder / "saved"
 
 
@@ -60,6 +58,22 @@ def test_config_round_trip(kind, dtype, tmp_path):
         assert dataclasses.replace(read_hf_config(path), checkpoint=None) == cfg
 
 
+def test_old_llama_config_means_what_transformers_takes_it_for(tmp_path):
+    """Llama 1 and 2 wrote neither head_dim nor KV heads nor the base of RoPE."""
+    from transformers import AutoConfig
+
+    data = write_hf_config(config("llama", hidden_size=32))
+    for key in ("head_dim", "num_key_value_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings"):
+        del data[key]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    ours, theirs = read_hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert ours.head_dim == theirs.head_dim == 8
+    assert ours.num_kv_heads == theirs.num_key_value_heads == 4
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_seq_len == theirs.max_position_embeddings
+
+
 def edited(folder, kind="qwen3_moe", **changes) -> str:
     """The message for a config.json with some keys changed (None = removed)."""
     data = write_hf_config(config(kind)) | changes
@@ -72,8 +86,8 @@ def edited(folder, kind="qwen3_moe", **changes) -> str:
 
 
 def test_what_miniTE_cannot_compute_is_refused(tmp_path):
-    assert edited(tmp_path, model_type="llama") == (
-        "/config.json: model_type is 'llama', expected one of qwen3, qwen3_moe"
+    assert edited(tmp_path, model_type="gpt2") == (
+        "/config.json: model_type is 'gpt2', expected one of qwen3, qwen3_moe, llama"
     )
     assert "attention_bias is True; miniTE computes only False" in edited(tmp_path, attention_bias=True)
     assert "norm_topk_prob is False; miniTE computes only True" in edited(tmp_path, norm_topk_prob=False)
@@ -82,6 +96,8 @@ def test_what_miniTE_cannot_compute_is_refused(tmp_path):
     assert "decoder_sparse_step is 2" in edited(tmp_path, decoder_sparse_step=2)
     assert "hidden_act is 'gelu'" in edited(tmp_path, hidden_act="gelu")
     assert "use_sliding_window is True" in edited(tmp_path, "qwen3", use_sliding_window=True)
+    assert "mlp_bias is True" in edited(tmp_path, "llama", mlp_bias=True)
+    assert "only unscaled RoPE" in edited(tmp_path, "llama", rope_scaling={"rope_type": "llama3", "factor": 8.0})
     assert "only unscaled RoPE" in edited(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert "only unscaled RoPE" in edited(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6})
     assert "key 'num_key_value_heads' is missing" in edited(tmp_path, num_key_value_heads=None)
@@ -118,8 +134,8 @@ def test_roles_and_shares():
 
 
 def test_unknown_kind():
-    with pytest.raises(UserError, match="model.kind is 'llama': expected one of qwen3, qwen3_moe"):
-        get_model("llama")
+    with pytest.raises(UserError, match="model.kind is 'gpt2': expected one of qwen3, qwen3_moe, llama"):
+        get_model("gpt2")
 
 
 def test_large_moe_sizes():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_configs import config
 
-from minite.models import get_model
+from minite.models import FAMILIES, get_model
 from minite.models.weight_ops import Rename, SplitGateUp, SplitQKV, WeightMap
 
 # (heads, KV heads, head_dim): full multi-head, GQA of 2, of 8, one KV head, Qwen3's ratio
@@ -63,7 +63,7 @@ def test_parts_do_not_share_memory_with_a_joined_tensor():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 def test_whole_model_round_trip(kind, tied, heads, kv_heads):
     cfg = config(kind, num_heads=heads, num_kv_heads=kv_heads, tie_word_embeddings=tied)
@@ -78,7 +78,7 @@ def test_whole_model_round_trip(kind, tied, heads, kv_heads):
     assert sum(t.numel() for t in megatron.values()) == sum(t.numel() for t in hf.values())
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_megatron_names_and_shapes(kind):
     cfg, family = config(kind), get_model(kind)
     megatron = family.megatron_ops(cfg).from_hf(random_tensors(family.hf_tensors(cfg), seed=0))
@@ -88,21 +88,22 @@ def test_megatron_names_and_shapes(kind):
         f"{layer}.input_layernorm.weight": (24,),
         f"{layer}.self_attention.linear_qkv.weight": (48, 24),
         f"{layer}.self_attention.linear_proj.weight": (24, 24),
-        f"{layer}.self_attention.q_layernorm.weight": (6,),
-        f"{layer}.self_attention.k_layernorm.weight": (6,),
         f"{layer}.pre_mlp_layernorm.weight": (24,),
         "decoder.final_layernorm.weight": (24,),
         "output_layer.weight": (40, 24),
     }
-    if kind == "qwen3":
+    per_layer = 6
+    if kind != "llama":
+        expected |= {f"{layer}.self_attention.{x}_layernorm.weight": (6,) for x in "qk"}
+        per_layer += 2
+    if kind != "qwen3_moe":
         expected |= {f"{layer}.mlp.linear_fc1.weight": (40, 24), f"{layer}.mlp.linear_fc2.weight": (24, 20)}
-        per_layer = 8
     else:
         expected[f"{layer}.mlp.router.weight"] = (3, 24)
         for e in range(3):
             expected[f"{layer}.mlp.experts.linear_fc1.weight{e}"] = (20, 24)
             expected[f"{layer}.mlp.experts.linear_fc2.weight{e}"] = (24, 10)
-        per_layer = 7 + 2 * 3
+        per_layer += 1 + 2 * 3 - 2
     assert {name: tuple(megatron[name].shape) for name in expected} == expected
     assert len(megatron) == 3 + 2 * per_layer
 

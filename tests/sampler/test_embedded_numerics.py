@@ -2,17 +2,20 @@
 
 import pytest
 import torch
-from tiny_engine import DENSE, MOE, SIZES, config, engine, random_weights, requests
+from tiny_engine import DENSE, LLAMA, MOE, SIZES, config, engine, random_weights, requests
+
+from minite.config import RunConfig
+from minite.models.hf_config import write_hf_config
 
 LOGPROB_HF = 1e-5  # FP32 on both sides, two layers; measured 1.6e-6 to 2.7e-6 over six models
 FP8_KV_BAND = (0.01, 0.3)  # mean |change| of a log-prob [nats]; measured 0.04 to 0.09 over six models
 BF16_LOGITS_BAND = (5e-4, 0.015)  # likewise; measured 0.0025 to 0.0033
 
 
-@pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("model", [MOE, DENSE, LLAMA, {**LLAMA, "tie_word_embeddings": True}])
 def test_logprobs_equal_those_of_transformers(model):
     cfg = config(model, dtype="fp32")
-    reference = hf_model(model)
+    reference = hf_model(cfg)
     weights = random_weights(cfg)
     load_hf(reference, weights)
     done = engine(cfg).generate(requests(10, seed=1))
@@ -25,24 +28,12 @@ def test_logprobs_equal_those_of_transformers(model):
         torch.testing.assert_close(torch.tensor(c.logprobs, dtype=torch.float64), wanted, rtol=0, atol=LOGPROB_HF)
 
 
-def hf_model(model: dict) -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+def hf_model(cfg: RunConfig) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    shared = {
-        "hidden_size": SIZES["hidden_size"], "num_hidden_layers": SIZES["num_layers"],
-        "num_attention_heads": SIZES["num_heads"], "num_key_value_heads": SIZES["num_kv_heads"],
-        "head_dim": SIZES["head_dim"], "vocab_size": SIZES["vocab_size"], "max_position_embeddings": 64,
-        "rope_theta": SIZES["rope_theta"], "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "attn_implementation": "eager",
-    }  # fmt: skip
-    if model is DENSE:
-        return Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=model["intermediate_size"])).eval().float()
-    moe = Qwen3MoeConfig(
-        **shared, num_experts=model["num_experts"], num_experts_per_tok=model["experts_per_token"],
-        moe_intermediate_size=model["moe_intermediate_size"], norm_topk_prob=True, decoder_sparse_step=1,
-        mlp_only_layers=[],
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(moe).eval().float()
+    data = write_hf_config(cfg.model)
+    hf_config = AutoConfig.for_model(data.pop("model_type"), **data)
+    return AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().float()
 
 
 def load_hf(reference: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -57,7 +48,7 @@ def load_hf(reference: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Non
             )
             state[f"{prefix}.down_proj"] = torch.stack([weights[f"{prefix}.{e}.down_proj.weight"] for e in ids])
     missing, unexpected = reference.load_state_dict(state, strict=False)
-    assert not missing and not unexpected
+    assert set(missing) <= {"lm_head.weight"} and not unexpected  # a tied head is the embedding
 
 
 def mean_change(a, b) -> float:

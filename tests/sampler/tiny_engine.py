@@ -18,6 +18,7 @@ from minite.types import WeightVersion
 
 MOE = {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32}
 DENSE = {"kind": "qwen3", "intermediate_size": 64}
+LLAMA = {"kind": "llama", "intermediate_size": 64}
 SIZES = {
     "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 40,
     "max_seq_len": 64, "rope_theta": 10000.0,

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE, forward only and incremental: the learner's computation by the same functions, no autograd.
+"""The families of minite.models, forward only and incremental: the learner's computation by the same functions.
 
 The model does not know whether it prefills or decodes: ``attend`` (kv_cache.Prefill or Decode) stores the new keys and
 values and returns the attention output.
@@ -16,6 +16,7 @@ from minite.config.plan import PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.layers import ops
 from minite.layers.linear import check_supported
+from minite.models import get_model
 from minite.sampler.embedded.weights import Linear, Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output, all [T, heads, D]
@@ -27,8 +28,8 @@ class Layer:
     def __init__(self, weights: Weights, model: ModelConfig, index: int) -> None:
         prefix = f"model.layers.{index}"
         self.input_norm = weights.plain(f"{prefix}.input_layernorm.weight")
-        self.q_norm = weights.plain(f"{prefix}.self_attn.q_norm.weight")
-        self.k_norm = weights.plain(f"{prefix}.self_attn.k_norm.weight")
+        has_norm = get_model(model.kind).qk_norm
+        self.qk_norm = [weights.plain(f"{prefix}.self_attn.{x}_norm.weight") for x in "qk"] if has_norm else None
         self.mlp_norm = weights.plain(f"{prefix}.post_attention_layernorm.weight")
         self.qkv = weights.linear(*(f"{prefix}.self_attn.{x}_proj" for x in "qkv"))
         self.o = weights.linear(f"{prefix}.self_attn.o_proj")
@@ -81,8 +82,9 @@ class Model:
         chosen: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             q, k, v = self._qkv(layer, ops.rms_norm(x_TH, layer.input_norm, eps, strict))
-            q = ops.apply_rope(ops.rms_norm(q, layer.q_norm, eps, strict), cos, sin, strict)
-            k = ops.apply_rope(ops.rms_norm(k, layer.k_norm, eps, strict), cos, sin, strict)
+            if layer.qk_norm is not None:
+                q, k = (ops.rms_norm(x, norm, eps, strict) for x, norm in zip((q, k), layer.qk_norm, strict=True))
+            q, k = (ops.apply_rope(x, cos, sin, strict) for x in (q, k))
             x_TH = x_TH + self._linear(layer.o, attend(i, q, k, v).flatten(1))
             h_TH = ops.rms_norm(x_TH, layer.mlp_norm, eps, strict)
             if config.num_experts:
