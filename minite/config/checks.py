@@ -41,7 +41,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "learner.data_parallel learner.tokens_per_microbatch sampler.count sampler.max_batch sampler.kv_tokens "
         "sampler.max_new_tokens algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
-        "data.max_operand",
+        "data.max_operand slime.nodes slime.gpus_per_node slime.gpus_per_engine",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
     (
@@ -65,6 +65,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "warm_start.wrong_frac correction.calm_quantile correction.calm_decay correction.response_tail_frac "
         "correction.max_dropped_frac",
     ),
+    ("more than 0 and below 1", lambda x: 0 < x < 1, "slime.memory_fraction"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "learner.beta1 learner.beta2 algo.clip_low"),
     ("more than 1", lambda x: x > 1, "algo.dual_clip"),
     ("0 or 1", lambda x: x in (0, 1), "driver.ahead"),

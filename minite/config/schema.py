@@ -189,6 +189,22 @@ class DriverConfig:
 
 
 @dataclass(frozen=True)
+class SlimeConfig:
+    """What slime asks and the rest of the recipe does not say; read by `minite launch` only. See docs/slime.md."""
+
+    checkpoint: str | None = None  # HF directory the engines start from, made by minite convert; None = model.checkpoint
+    save: str = "checkpoints"  # directory of megatron checkpoints and of the data state; --resume reads it
+    nodes: int = 1
+    gpus_per_node: int = 8
+    gpus_per_engine: int = 1  # tensor parallelism of an SGLang engine
+    memory_fraction: float = 0.7  # of a GPU, for an engine's weights and KV cache
+    offload_optimizer: bool = False  # Adam and the FP32 master weights on the CPU
+    reward: str = "slime_plugin.reward.math_verify"  # a dotted function, or a word that slime's --rm-type knows
+    eval_data: str | None = None  # JSON lines like data.path; None = no evaluation: data.heldout is for minite train
+    extra: tuple[str, ...] = ()  # more arguments for slime, word by word; not those that the recipe decides
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole recipe, resolved."""
 
@@ -203,6 +219,7 @@ class RunConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     driver: DriverConfig = field(default_factory=DriverConfig)
+    slime: SlimeConfig = field(default_factory=SlimeConfig)
     # Where each setting was written: dotted path -> "file:line". Kept by load.py for error messages; not a setting.
     sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False, metadata={"internal": True})
 
