@@ -144,6 +144,8 @@ def check_data(config: RunConfig) -> None:
         raise _fail(config, "data.path", f"kind {d.kind} makes its own questions; remove it or set data.kind: jsonl")
     if d.kind == "jsonl" and config.warm_start.wrong_frac:
         raise _fail(config, "warm_start.wrong_frac", "only questions that the recipe makes can be answered wrongly")
+    if d.chat_template and d.tokenizer == "chars":
+        raise _fail(config, "data.chat_template", "tokenizer chars has none; remove it or set data.tokenizer")
     unknown = [op for op in d.operations if op not in ("+", "-", "*")]
     if unknown or not d.operations:
         raise _fail(config, "data.operations", "expected some of + - *")

@@ -72,6 +72,7 @@ class DataConfig:
     kind: str = "arithmetic"  # arithmetic | modular (both made by the recipe) | jsonl
     path: str | None = None  # jsonl only: lines {"prompt": str, "answer": str}
     tokenizer: str = "chars"  # chars (built in) | a Hugging Face tokenizer directory
+    chat_template: bool = False  # prompts are put as a user's message into the tokenizer's chat template
     max_operand: int = 99  # arithmetic, modular
     operations: tuple[str, ...] = ("+",)  # arithmetic only: of + - *
     heldout: int = 256  # prompts never trained on

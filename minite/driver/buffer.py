@@ -175,7 +175,7 @@ def pack(groups: Sequence[Group], plan_digest: str) -> RolloutBatch:
 
 def supervised_batch(examples: Sequence[Example], tokenizer: Tokenizer, plan_digest: str) -> RolloutBatch:
     """Examples as a batch for the warm start: prompt, answer, eos; the loss mask covers answer and eos."""
-    pairs = [(tokenizer.encode(e.prompt), [*tokenizer.encode(e.answer), tokenizer.eos_id]) for e in examples]
+    pairs = [(tokenizer.encode_prompt(e.prompt), [*tokenizer.encode(e.answer), tokenizer.eos_id]) for e in examples]
     return _pack_tokens(pairs, plan_digest)
 
 

@@ -133,7 +133,7 @@ def load_task(config: RunConfig, tokenizer: Tokenizer) -> Task:
     task = split(TASKS[config.data.kind](config.data), config.data.heldout, config.seed)
     room = config.model.max_seq_len - config.sampler.max_new_tokens
     for example in task.train + task.heldout:
-        length = len(tokenizer.encode(example.prompt))
+        length = len(tokenizer.encode_prompt(example.prompt))
         if length > room:
             raise UserError(
                 f"data: prompt {example.prompt[:40]!r} has {length} tokens, at most {room} fit beside "
@@ -184,7 +184,7 @@ class PromptStream:
             self._order = sorted(range(len(self._examples)), key=lambda i: _hash(self._seed, f"epoch {epoch}", str(i)))
             self._order_epoch = epoch
         example = self._examples[self._order[index]]
-        return Prompt(position, example, tuple(self._tokenizer.encode(example.prompt)))
+        return Prompt(position, example, tuple(self._tokenizer.encode_prompt(example.prompt)))
 
     def state_dict(self) -> dict[str, Any]:
         epoch, position = divmod(self._position, len(self._examples))

@@ -65,7 +65,7 @@ class Rollouts:
         params = replace(self._sampling(), temperature=self._config.driver.eval_temperature, top_p=1.0, top_k=0)
         groups = []
         for i, example in enumerate(self._heldout):
-            tokens = tuple(self._tokenizer.encode(example.prompt))
+            tokens = tuple(self._tokenizer.encode_prompt(example.prompt))
             seeded = replace(params, seed=_seed(self._config.seed, "heldout", i, 0))
             groups.append([Request(f"heldout.{i:06d}", tokens, seeded)])
         completions = self._samplers.collect(self._samplers.submit(groups))

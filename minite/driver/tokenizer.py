@@ -22,6 +22,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_prompt(self, text: str) -> list[int]: ...  # the text, or with data.chat_template a chat that asks it
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
@@ -45,6 +47,8 @@ class CharTokenizer:
                 "set data.tokenizer to a Hugging Face tokenizer directory"
             ) from None
 
+    encode_prompt = encode  # it has no chat template
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Ids outside the alphabet (a model's vocabulary may be padded) become U+FFFD, which no answer contains."""
         chars = (ALPHABET[t - 2] if t - 2 < len(ALPHABET) else "\N{REPLACEMENT CHARACTER}" for t in tokens if t >= 2)
@@ -52,9 +56,9 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory read by transformers, without network access."""
+    """A tokenizer directory read by transformers, without network access. ``chat``: prompts go into its template."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, chat: bool = False) -> None:
         if not directory.is_dir():
             raise UserError(
                 f"data.tokenizer: {directory} is not a directory; expected 'chars' or a directory with tokenizer.json"
@@ -62,6 +66,9 @@ class HuggingFaceTokenizer:
         self._inner = _load_auto_tokenizer(directory)
         if self._inner.eos_token_id is None:
             raise UserError(f"data.tokenizer: {directory} names no eos_token; add it to tokenizer_config.json")
+        if chat and not self._inner.chat_template:
+            raise UserError(f"data.chat_template: {directory} has no chat template; remove it or add the template")
+        self._chat = chat
         self.vocab_size = len(self._inner)
         self.eos_id = int(self._inner.eos_token_id)
         pad = self._inner.pad_token_id
@@ -69,6 +76,13 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        if not self._chat:
+            return self.encode(text)
+        message = [{"role": "user", "content": text}]
+        # As text first: the template writes its special tokens itself.
+        return self.encode(self._inner.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode(list(tokens), skip_special_tokens=True))
@@ -89,7 +103,9 @@ def _load_auto_tokenizer(directory: Path) -> Any:
 def make_tokenizer(config: RunConfig) -> Tokenizer:
     """The recipe's tokenizer. Raises UserError when the model's vocabulary cannot hold it."""
     choice = config.data.tokenizer
-    tokenizer: Tokenizer = CharTokenizer() if choice == "chars" else HuggingFaceTokenizer(Path(choice))
+    tokenizer: Tokenizer = (
+        CharTokenizer() if choice == "chars" else HuggingFaceTokenizer(Path(choice), config.data.chat_template)
+    )
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"{config.where('model.vocab_size')}: model.vocab_size is {config.model.vocab_size}, expected at least "

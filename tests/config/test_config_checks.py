@@ -35,6 +35,7 @@ MISTAKES = [
     ("model.num_experts=0", "model.num_experts is 0: kind qwen3_moe needs it; set it to at least 1"),
     ("model.intermediate_size=8", "model.intermediate_size is 8: kind qwen3_moe does not use it; remove it"),
     ("model.experts_per_token=5", "model.experts_per_token is 5: expected at most num_experts 4"),
+    ("data.chat_template=true", "data.chat_template is True: tokenizer chars has none; remove it or set data.tok"),
     ("data=jsonl", "data.path is None: kind jsonl needs a file; set data.path"),
     ("data.path=x.jsonl", "data.path is 'x.jsonl': kind arithmetic makes its own questions"),
     ("data.operations=['+','/']", "data.operations is ('+', '/'): expected some of + - *"),

@@ -62,6 +62,14 @@ def test_hugging_face_directory(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id) == (5, 0, 1)
     assert tokenizer.encode("two plus three") == [2, 3, 4]
     assert tokenizer.decode([2, 3, 4, 1]) == "two plus three"
+    assert tokenizer.encode_prompt("two plus three") == [2, 3, 4]
+    chat = replace(CONFIG, data=DataConfig(tokenizer=str(tmp_path), chat_template=True))
+    with pytest.raises(UserError, match="data.chat_template: .* has no chat template; remove it or"):
+        make_tokenizer(chat)
+
+    fast.chat_template = "{% for m in messages %}three {{ m.content }} <end> {% endfor %}two"
+    fast.save_pretrained(tmp_path)
+    assert make_tokenizer(chat).encode_prompt("two plus three") == [4, 2, 3, 4, 1, 2]
 
 
 def test_bad_hugging_face_directories_are_named(tmp_path: Path) -> None:
