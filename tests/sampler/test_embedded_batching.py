@@ -7,6 +7,7 @@ import torch
 from tiny_engine import DENSE, MOE, config, engine, requests
 
 from minite.layers import ops
+from minite.sampler.embedded import engine as engine_module
 from minite.sampler.embedded.kv_cache import Prefill
 from minite.sampler.engine import Completion
 
@@ -96,3 +97,33 @@ def test_unaligned_depends_on_the_batch():
     alone = [e.generate([r])[0].logprobs[0] for r in wanted]
     together = [c.logprobs[0] for c in e.generate(wanted)]
     assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) > 1e-4
+
+
+@pytest.mark.parametrize("limit", [1, 30, 10_000])
+@pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
+def test_scores_of_given_tokens_are_those_they_were_drawn_with(model, limit, monkeypatch):
+    """Whole sequences in one pass, in batches of any size, against prefill and decode; the cache is left alone."""
+    e = engine(config(model, "w4a4", alignment="strict"))
+    done = e.generate(requests(8, seed=4))
+    monkeypatch.setattr(engine_module, "SCORE_LOGITS", limit * e.config.model.vocab_size)
+    before = [t.clone() for t in (*e.cache.k, *e.cache.v, e.cache.experts)]
+    scores = list(e.logprobs([[*c.prompt_tokens, *c.tokens] for c in done]))
+    for c, score_T in zip(done, scores, strict=True):
+        assert score_T.dtype == torch.float64 and len(score_T) == len(c.prompt_tokens) + len(c.tokens) - 1
+        expected_T = torch.tensor(c.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(score_T[len(c.prompt_tokens) - 1 :], expected_T, rtol=0, atol=LOGPROB)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*e.cache.k, *e.cache.v, e.cache.experts), strict=True))
+
+
+def test_scores_see_the_cache_format():
+    """With an FP8 KV cache a prefill attends to FP8 keys and values, and so do scores."""
+    e = engine(config(DENSE, alignment="off", kv_cache="fp8", dtype="fp32"))
+    done = e.generate(requests(4, seed=5))
+    exact = engine(config(DENSE, alignment="off", dtype="fp32"))
+    sequences = [[*c.prompt_tokens, *c.tokens] for c in done]
+    for c, score_T, exact_T in zip(done, e.logprobs(sequences), exact.logprobs(sequences), strict=True):
+        drawn_T = torch.tensor(c.logprobs)
+        at = len(c.prompt_tokens) - 1
+        torch.testing.assert_close(score_T[at:], drawn_T, rtol=0, atol=1e-4)  # FP32 sums, and an E4M3 code may flip
+        if at:
+            assert (exact_T[at:] - drawn_T).abs().max() > 1e-3

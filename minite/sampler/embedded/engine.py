@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from minite.backends.registry import get_backend
 from minite.config.plan import PrecisionPlan
 from minite.config.schema import RunConfig
 from minite.errors import UserError
-from minite.sampler.embedded.kv_cache import Decode, KVCache, Prefill
+from minite.layers import ops
+from minite.sampler.embedded.kv_cache import Decode, KVCache, Prefill, Score
 from minite.sampler.embedded.model import Model
 from minite.sampler.embedded.sampling import BatchParams, request_seed, sample, uniform
 from minite.sampler.embedded.scheduler import Scheduler, Sequence
@@ -23,6 +24,7 @@ from minite.sync.transport import MANIFEST, from_wire, read_manifest
 from minite.types import WeightVersion
 
 PREFILL_TOKENS = 16_384  # prompts prefilled together [tokens]: bounds activations, large enough to fill a GPU
+SCORE_LOGITS = 2**27  # logits held together when whole sequences are scored: 512 MiB in FP32
 
 
 class EmbeddedEngine:
@@ -60,8 +62,7 @@ class EmbeddedEngine:
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run the requests to their end; completions in request order. UserError for a request that cannot be run."""
-        if self._version is None:
-            raise SyncError(f"refusing to generate: {self._refusal}")
+        self._check_weights("generate")
         if not self._generating.acquire(blocking=False):
             raise UserError("generate is already running; hand all requests to one call, or wait for it")
         try:
@@ -77,6 +78,35 @@ class EmbeddedEngine:
         finally:
             self.scheduler.abort(self.scheduler.live_ids())  # none, unless a step or progress raised
             self._generating.release()
+
+    def logprobs(self, sequences: list[list[int]]) -> Iterator[Tensor]:
+        """What the model thinks of given tokens: for each sequence the log-probs of all but its first token. [nats]
+
+        At temperature 1; [length - 1] float32 on the CPU, float64 in strict mode. No request and no cache is touched.
+        """
+        self._check_weights("score")
+        limit = min(PREFILL_TOKENS, SCORE_LOGITS // self.config.model.vocab_size)
+        batch: list[list[int]] = []
+        for i, sequence in enumerate(sequences):
+            batch.append(sequence)
+            if i + 1 == len(sequences) or sum(map(len, batch)) + len(sequences[i + 1]) > limit:
+                yield from self._score(batch)
+                batch = []
+
+    @torch.inference_mode()
+    def _score(self, batch: list[list[int]]) -> list[Tensor]:
+        length_S = self._tensor([len(sequence) for sequence in batch])
+        cu_seqlens = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
+        token_T = self._tensor([token for sequence in batch for token in sequence])
+        attend = Score(self.cache, cu_seqlens, self.scale, self.model.strict)
+        logits_TV, _ = self.model.forward(token_T, self._positions(length_S), attend, None)
+        logprob_T = ops.token_logprob(logits_TV[:-1], token_T[1:], self.model.strict).cpu()
+        ends = cu_seqlens.tolist()
+        return [logprob_T[start : end - 1] for start, end in zip(ends, ends[1:], strict=False)]
+
+    def _check_weights(self, what: str) -> None:
+        if self._version is None:
+            raise SyncError(f"refusing to {what}: {self._refusal}")
 
     @torch.inference_mode()
     def _step(self) -> list[Sequence]:

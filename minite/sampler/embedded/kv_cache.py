@@ -95,6 +95,20 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Score:
+    """Attention of whole sequences, packed end to end, as a prefill computes it; nothing is stored."""
+
+    cache: KVCache
+    cu_seqlens: Tensor  # int64 [sequences + 1]
+    scale: float
+    strict: bool
+
+    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        k_THD, v_THD = (self.cache.read(self.cache.stored(x_THD)) for x_THD in (k_THD, v_THD))
+        return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict)
+
+
+@dataclass(frozen=True)
 class Decode:
     """Attention of one new token per sequence over all that the cache holds of it."""
 
