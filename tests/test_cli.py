@@ -129,19 +129,26 @@ def test_resume_passes_run_and_overrides(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_convert_passes_directories_recipe_and_format(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from minite.sync.convert import Report
+    from minite.sync.reconcile import ScaleCost
+
     seen: list[Any] = []
 
-    def convert(source: Path, target: Path, config: Any, to: str, progress: Any) -> None:
-        seen.append((source, target, config.name, to))
+    def convert(source: Path, target: Path, config: Any, quantizer: Any, to: str, **options: Any) -> Report:
+        seen.append((source, target, config.name, quantizer.strict, to, options["outer_scales"]))
         for done in range(1, 37):
-            progress(done, 36)
+            options["progress"](done * 1_000_000, 36_000_000)
+        return Report([ScaleCost("x.up_proj", 0.5, 0.03, 0.01, 0, 0)], False, {"y": "nan"})
 
-    monkeypatch.setattr("minite.sync.modelopt.convert", convert)
+    monkeypatch.setattr("minite.sync.convert.convert", convert)
     assert cli.main(["convert", "a", "b", "--recipe", TINY, "--to", "bf16"]) == 0
-    assert seen == [(Path("a"), Path("b"), "tiny_qwen3_moe_w4a4_grpo", "bf16")]
+    assert seen == [(Path("a"), Path("b"), "tiny_qwen3_moe_w4a4_grpo", False, "bf16", "keep")]
     shown = capsys.readouterr()
     assert shown.out == "b\n"
-    assert len(shown.err.splitlines()) == 10 and shown.err.endswith("36 of 36 tensors\n")
+    lines = shown.err.splitlines()
+    assert len(lines) == 12 and re.fullmatch(r"b: 36 of 36 MB, [\d,]+ MB/s", lines[9])
+    assert re.search(r"several outer scales, which kept several.* 3.00% \(x.up_proj\)", lines[10])
+    assert "1 input scales were unusable" in lines[11] and "y was nan" in lines[11]
 
 
 def test_report_prints_the_page_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

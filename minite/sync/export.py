@@ -54,7 +54,9 @@ def pack(
     seen: set[str] = set()
     open_groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named_tensors:
-        _check(name, tensor, plan, shapes, seen)
+        if name in seen:
+            raise SyncError(f"{name}: exported twice; each tensor must come once")
+        check_tensor(name, tensor, plan, shapes)
         seen.add(name)
         entry = plan.get(name.removesuffix(".weight"))
         if entry is None or entry.weight == "bf16":
@@ -65,16 +67,14 @@ def pack(
         held = open_groups.setdefault(group, {})
         held[entry.name] = tensor
         if len(held) == len(members):
-            yield group, _quantize_group(members, open_groups.pop(group), backend)
+            yield group, quantize_group(members, open_groups.pop(group), backend)
     expected = shapes or [f"{e.name}.weight" for e in plan if e.weight != "bf16"]
     missing = [name for name in expected if name not in seen]
     if missing:
         raise SyncError(f"{missing[0]}: missing from the exported weights ({len(missing)} missing in all)")
 
 
-def _quantize_group(
-    members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Quantizer
-) -> dict[str, Tensor]:
+def quantize_group(members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Quantizer) -> dict[str, Tensor]:
     """Codes and scales of the members under one outer amax.
 
     Equal to quantizing the members stacked along N: blocks run along K, and a 16x16 block never spans two members
@@ -91,14 +91,15 @@ def _quantize_group(
     return tensors
 
 
-def _check(name: str, tensor: Tensor, plan: PrecisionPlan, shapes: Shapes | None, seen: set[str]) -> None:
-    if name in seen:
-        raise SyncError(f"{name}: exported twice; each tensor must come once")
+def check_tensor(name: str, tensor: Tensor, plan: PrecisionPlan, shapes: Shapes | None) -> None:
+    """SyncError for a tensor that is not the model's, not of the plan's shape, or not finite."""
     if shapes is not None and name not in shapes:
         raise SyncError(f"{name}: not a parameter of this model, yet exported")
     entry = plan.get(name.removesuffix(".weight"))
     want = shapes[name] if shapes is not None else (entry.n, entry.k) if entry else tuple(tensor.shape)
     if tuple(tensor.shape) != want:
         raise SyncError(f"{name}: exported with shape {list(tensor.shape)}; the plan expects the full {list(want)}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise SyncError(f"{name}: holds NaN or Inf; the learner has diverged, resume from an earlier checkpoint")
+    if tensor.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):  # they let NaN through
+        raise SyncError(
+            f"{name}: holds NaN or Inf; a learner that sends it has diverged, resume from an earlier checkpoint"
+        )

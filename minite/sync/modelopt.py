@@ -1,131 +1,29 @@
-"""NVFP4 checkpoints on disk in NVIDIA ModelOpt's layout, and the conversion from and to BF16.
+"""ModelOpt's NVFP4 layout, as far as it differs from what a sampler is sent (stored.py): outer scales and configs.
 
 Per quantized linear X: ``X.weight`` uint8 [N, K/2], ``X.weight_scale`` float8_e4m3fn [N, K/16], ``X.weight_scale_2``
-float32 [] = amax / 2688 of the fusion group, ``X.input_scale`` float32 []. Written are the tensors that a sampler
-would be sent (``export.pack``), so online and offline codes cannot differ. The exact ``X.weight_amax`` lie in
-``minite_amax.safetensors``, outside the index.
+float32 [] = amax / 2688 of the fusion group, ``X.input_scale`` float32 []. With an FP8 KV cache also
+``..k_proj.k_scale`` and ``..v_proj.v_scale`` float32 [].
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minite.config import PrecisionPlan, RunConfig, resolve_plan
+from minite.config import PrecisionPlan
 from minite.errors import UserError
-from minite.formats import QTensor
 from minite.formats.nvfp4 import OUTER_MAX
-from minite.models import get_model
-from minite.sync.checkpoint import INDEX, Checkpoint, CheckpointWriter
-from minite.sync.export import FormatQuantizer, pack
-from minite.sync.stored import MODEL_DTYPES, from_parts
 
-AMAX_FILE = "minite_amax.safetensors"
 INPUT_SCALE = 1.0  # no calibrated value: miniTE scales activations as it meets them, per token or per call
-_REWRITTEN = {"config.json", "hf_quant_config.json", INDEX}  # all other small files are copied
-
-Progress = Callable[[int, int], None]  # (tensors read, tensors in all)
-
-
-def convert(
-    source: str | Path, target: str | Path, config: RunConfig, to: str = "nvfp4", progress: Progress | None = None
-) -> None:
-    """Convert a checkpoint directory, streaming; ``target`` appears whole or not at all.
-
-    Args:
-        config: recipe of the model; for "nvfp4" its precision plan says what is quantized and how.
-        to: "nvfp4" (from BF16 or FP32) or "bf16" (from NVFP4).
-
-    Raises:
-        UserError: for a source that is not the recipe's model, a target that exists, a plan ModelOpt cannot express.
-    """
-    reader = Checkpoint(source)
-    with CheckpointWriter(target) as writer:
-        hf_config = _read_json(reader.directory / "config.json")
-        if to == "nvfp4":
-            _to_nvfp4(reader, writer, config, hf_config, progress)
-        else:
-            _to_bf16(reader, writer, config, hf_config, progress)
-        for file in sorted(reader.directory.iterdir()):
-            if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and file.name not in _REWRITTEN:
-                writer.copy(file)
-
-
-def _to_nvfp4(
-    reader: Checkpoint,
-    writer: CheckpointWriter,
-    config: RunConfig,
-    hf_config: Mapping[str, Any],
-    progress: Progress | None,
-) -> None:
-    plan, shapes = resolve_plan(config), get_model(config.model.kind).hf_tensors(config.model)
-    quantization = quantization_config(plan)
-    extra = sorted(reader.names - shapes.keys())
-    if extra:
-        raise UserError(f"{reader.directory}: {extra[0]} is not a tensor of the recipe's model in BF16")
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        for i, name in enumerate(shapes):
-            yield name, reader.read(name).to(MODEL_DTYPES[config.model.dtype])
-            if progress is not None:
-                progress(i + 1, len(shapes))
-
-    amaxes: dict[str, Tensor] = {}
-    for _, tensors in pack(plan, named(), FormatQuantizer(), shapes=shapes):
-        for name, tensor in tensors.items():
-            module, _, suffix = name.rpartition(".")
-            if suffix == "weight_amax":
-                amaxes[name] = tensor.clone()  # members of a group share one tensor, which safetensors refuses
-                writer.add(f"{module}.weight_scale_2", outer_scale(tensor))
-                writer.add(f"{module}.input_scale", torch.tensor(INPUT_SCALE))
-            else:
-                writer.add(name, tensor)
-    writer.write_beside(AMAX_FILE, amaxes)
-    writer.write_json("config.json", {**hf_config, "quantization_config": quantization})
-    writer.write_json("hf_quant_config.json", _hf_quant_config(quantization))
-
-
-def _to_bf16(
-    reader: Checkpoint,
-    writer: CheckpointWriter,
-    config: RunConfig,
-    hf_config: Mapping[str, Any],
-    progress: Progress | None,
-) -> None:
-    shapes, dtype = get_model(config.model.kind).hf_tensors(config.model), MODEL_DTYPES[config.model.dtype]
-    for i, (name, shape) in enumerate(shapes.items()):
-        tensor = reader.read(name)
-        if tensor.dtype == torch.uint8:
-            tensor = read_quantized(reader, name.removesuffix(".weight")).dequantize(dtype)
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{reader.directory}: {name} is {list(tensor.shape)}; the recipe's model has {list(shape)}")
-        writer.add(name, tensor.to(dtype))
-        if progress is not None:
-            progress(i + 1, len(shapes))
-    writer.write_json("config.json", {k: v for k, v in hf_config.items() if k != "quantization_config"})
+KV_SCALE = 1.0  # likewise; it is the rule of layers/kv.py, and what SGLang and vLLM assume where there is none
 
 
 def outer_scale(amax: Tensor) -> Tensor:
     """ModelOpt's ``weight_scale_2``: amax / 2688 in float32, and 1 for a tensor of zeros, as SGLang expects."""
     return torch.where(amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, OUTER_MAX))
-
-
-def read_quantized(reader: Checkpoint, module: str) -> QTensor:
-    """One linear of a ModelOpt checkpoint.
-
-    The amax is the one recorded beside it; a checkpoint made elsewhere has none, and weight_scale_2 * 2688 stands in,
-    which may be off by one float32 rounding.
-    """
-    amax_name = f"{module}.weight_amax"
-    exact = amax_name in reader.names
-    amax = reader.read(amax_name) if exact else reader.read(f"{module}.weight_scale_2").float() * OUTER_MAX
-    parts = {"weight": reader.read(f"{module}.weight"), "weight_scale": reader.read(f"{module}.weight_scale")}
-    return from_parts("nvfp4_1d", {**parts, "weight_amax": amax.reshape(())})
 
 
 def quantization_config(plan: PrecisionPlan) -> dict[str, Any]:
@@ -144,8 +42,9 @@ def quantization_config(plan: PrecisionPlan) -> dict[str, Any]:
         group["input_activations"] = fp4
     result: dict[str, Any] = {
         "config_groups": {"group_0": group},
-        "ignore": [e.name for e in plan if not e.quantized],
+        "ignore": _ignored(plan),
         "quant_algo": "NVFP4" if inputs == {"nvfp4"} else "W4A16_NVFP4",
+        "group_size": 16,
         "producer": {"name": "minite"},
         "quant_method": "modelopt",
     }
@@ -154,7 +53,25 @@ def quantization_config(plan: PrecisionPlan) -> dict[str, Any]:
     return result
 
 
-def _hf_quant_config(quantization: Mapping[str, Any]) -> dict[str, Any]:
+def _ignored(plan: PrecisionPlan) -> list[str]:
+    """Modules that stay as they are. SGLang and vLLM ask for the modules they have built, so fused ones are named too:
+    qkv_proj, gate_up_proj, and all experts of a layer as one."""
+    plain = [e for e in plan if not e.quantized]
+    names = dict.fromkeys(e.name for e in plain)
+    names |= dict.fromkeys(e.group for e in plain if e.group is not None)  # members of a group are decided alike
+    quantized = {_stack(e.name) for e in plan if e.quantized}
+    names |= dict.fromkeys(stack for e in plain if (stack := _stack(e.name)) and stack not in quantized)
+    return list(names)
+
+
+def _stack(name: str) -> str:
+    """model.layers.3.mlp.experts of one of its experts; empty for other modules."""
+    head, found, _ = name.partition(".experts.")
+    return f"{head}.experts" if found else ""
+
+
+def hf_quant_config(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json: the same, as ModelOpt's own file says it."""
     return {
         "producer": quantization["producer"],
         "quantization": {
@@ -166,8 +83,12 @@ def _hf_quant_config(quantization: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); expected the checkpoint's config.json") from None
+def fp8_config(plan: PrecisionPlan) -> dict[str, Any]:
+    """``quantization_config`` of a block FP8 checkpoint (DeepSeek-V3's, which transformers and the engines read)."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [e.name for e in plan if e.weight == "bf16"],
+    }

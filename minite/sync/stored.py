@@ -4,7 +4,7 @@
     nvfp4_1d/2d   X.weight uint8 [N, K/2], X.weight_scale float8_e4m3fn [N, K/16], X.weight_amax float32 []
     mxfp8         X.weight uint8 [N, K], X.weight_scale float8_e8m0fnu [N, K/32]
     fp8_tensor    X.weight uint8 [N, K], X.weight_amax float32 []
-    fp8_128x128   X.weight uint8 [N, K], X.weight_scale float32 [N/128, K/128]
+    fp8_128x128   X.weight uint8 [N, K], X.weight_scale float32 [N/128, K/128], rounded up
 
 nvfp4_1d_4o6 is stored as nvfp4_1d is: its codes and scales differ, the way to read them does not.
 
@@ -62,7 +62,7 @@ def stored_parts(operand: str, n: int, k: int, dtype: torch.dtype) -> dict[str, 
     if operand == "fp8_128x128":
         return {
             "weight": Stored((n, k), torch.uint8),
-            "weight_scale": Stored((n // 128, k // 128), torch.float32),
+            "weight_scale": Stored((-(-n // 128), -(-k // 128)), torch.float32),
         }
     raise NotImplementedError(f"no stored form of weight operand {operand!r}")
 

@@ -21,7 +21,7 @@ def recipe(fmt: str, kind: str = "qwen3_moe", **precision: object) -> RunConfig:
     """Every linear of the decoder but the router in ``fmt``; "bf16" quantizes nothing."""
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 40}
     mlp = {"num_experts": 3, "experts_per_token": 2, "moe_intermediate_size": 32}
-    if kind == "qwen3":
+    if kind != "qwen3_moe":
         mlp = {"intermediate_size": 96}
     if fmt != "bf16":
         router = [{"match": "**.mlp.gate", "use": "bf16"}] if kind == "qwen3_moe" else []

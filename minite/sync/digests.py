@@ -1,0 +1,73 @@
+"""minite_digest.json: what a converted checkpoint holds, in the terms in which a weight sync is verified.
+
+tensors   digest of every tensor that a sampler would be sent, by its name there (``verify.Digest.parts``)
+digest    of all of them: equal to ``WeightVersion.weight_digest`` when a learner with the same weights and plan
+          sends them
+disk_only digest of what only the files have: outer and input scales, KV scales
+plan_digest, to, source, minite
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minite import __version__
+from minite.errors import UserError
+from minite.sync.checkpoint import Checkpoint, read_json
+from minite.sync.source import AMAX_FILE
+from minite.sync.targets import TARGETS, to_sent
+from minite.sync.verify import Digest, combine, first_difference
+
+DIGEST_FILE = "minite_digest.json"
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+def digest_json(
+    sent: Mapping[str, str], disk_only: Mapping[str, str], *, plan_digest: str, to: str, source: str
+) -> dict[str, Any]:
+    """Content of the file."""
+    return {
+        "digest": combine(sent),
+        "plan_digest": plan_digest,
+        "to": to,
+        "source": source,
+        "minite": __version__,
+        "tensors": dict(sorted(sent.items())),
+        "disk_only": dict(sorted(disk_only.items())),
+    }
+
+
+def verify_directory(directory: str | Path, progress: Progress | None = None) -> str | None:
+    """Read every tensor of a converted checkpoint and compare with its digest file.
+
+    Returns None when all are as they were written, else one line that names the first tensor that is not.
+    Raises UserError without a digest file, or for one that is damaged.
+    """
+    path = Path(directory) / DIGEST_FILE
+    if not path.is_file():
+        raise UserError(f"{directory}: has no {DIGEST_FILE} to verify against; only minite convert writes one")
+    told = read_json(path)
+    tensors, others = told.get("tensors"), told.get("disk_only")
+    if told.get("to") not in TARGETS or not isinstance(tensors, dict) or not isinstance(others, dict):
+        raise UserError(f"{path}: not what minite convert writes; copy it again")
+    reader = Checkpoint(directory)
+    if (Path(directory) / AMAX_FILE).exists():
+        reader.add_file(AMAX_FILE)
+    sent, disk_only = Digest(), Digest()
+    total, done = sum(reader.slot(name).nbytes for name in reader.names), 0
+    for name in sorted(reader.names):
+        tensor = reader.read(name)
+        as_sent = to_sent(told["to"], name, tensor)
+        if as_sent is None:
+            disk_only.update(name, tensor)
+        else:
+            sent.update(*as_sent)
+        done += reader.slot(name).nbytes
+        if progress is not None:
+            progress(done, total)
+    differs = first_difference(tensors, sent.parts) or first_difference(others, disk_only.parts)
+    if differs is None and combine(sent.parts) != told.get("digest"):
+        return f"{path}: its digest is not that of its tensors"
+    return differs and f"{directory}: {differs}".replace("sent", "written")
