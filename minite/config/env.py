@@ -1,7 +1,7 @@
 """The only reader and writer of environment variables.
 
-miniTE itself reads one: MINITE_CACHE_DIR. What third parties need for the numerics of a plan is derived from the plan
-here, for the engines that run them.
+miniTE itself reads three: MINITE_CACHE_DIR, and for `minite launch` MINITE_SLIME_DIR and MINITE_MEGATRON_DIR. What
+third parties need for the numerics of a plan is derived from the plan here, for the engines that run them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,30 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minite"
 
 
+def slime_dir() -> Path | None:
+    """A checkout of slime: MINITE_SLIME_DIR."""
+    return _directory("MINITE_SLIME_DIR")
+
+
+def megatron_dir() -> Path | None:
+    """The Megatron-LM that slime shall import: MINITE_MEGATRON_DIR. None = the one that is installed."""
+    return _directory("MINITE_MEGATRON_DIR")
+
+
+def _directory(name: str) -> Path | None:
+    own = os.environ.get(name)
+    return Path(own) if own else None
+
+
 def apply_ray_env() -> None:
     """What Ray must find before it starts on one machine: no token file is needed for a cluster on loopback."""
     os.environ.update({"RAY_AUTH_MODE": "disabled"})
+
+
+def apply_sglang_env(device: str) -> None:
+    """What SGLang must find when it is imported, and its processes with it: that there is no GPU to look for."""
+    if device == "cpu":
+        os.environ.update({"SGLANG_USE_CPU_ENGINE": "1"})
 
 
 def third_party_env(plan: PrecisionPlan) -> dict[str, str]:

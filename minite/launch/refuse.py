@@ -1,0 +1,122 @@
+"""What `minite launch` does not start: recipes that slime cannot run, and arguments that contradict the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from minite.config import PrecisionPlan, RunConfig
+from minite.errors import UserError
+from minite.sync.modelopt import quantization_config
+
+KINDS = ("qwen3", "qwen3_moe")  # model kinds whose parameter names the plugin gives slime
+
+# Arguments that `slime.extra` must not hold although the recipe sets none of them, and why.
+FORBIDDEN = {
+    "--te-precision-config-file": "it could give evaluation another recipe than training; set precision.rules",
+    "--fp4-format": "precision.formats decides",
+    "--fp4-recipe": "precision.formats decides",
+    "--fp8-format": "precision.formats decides",
+    "--fp8-recipe": "precision.formats decides",
+    "--first-last-layers-bf16": "precision.rules decide: {layers: [0, -1], use: bf16}",
+    "--sglang-quantization": "the checkpoint says it, made by minite convert from the same plan",
+    "--custom-config-path": "minite launch writes that file",
+    "--train-env-vars": "minite launch writes them from the plan",
+    "--loss-type": "TRIAGE is in slime's policy loss; the hook for another loss is slime_plugin.loss.grpo",
+    "--use-rollout-logprobs": "it takes the learner's old log-probs away, and with them the gap",
+    "--context-parallel-size": "TRIAGE needs whole responses on a rank",
+    "--pipeline-model-parallel-size": "the plugin's model is not cut by layers",
+    "--only-train-params-name-list": "an engine would process weights again that were not sent",
+    "--freeze-params-name-list": "an engine would process weights again that were not sent",
+    "--update-weight-mode": "byte deltas are not checked against the plan",
+}
+
+
+def check(config: RunConfig, plan: PrecisionPlan, decided: Collection[str]) -> None:
+    """Raises UserError for the first thing slime could not do as the recipe says. ``decided``: flags of the recipe."""
+    _check_recipe(config, plan)
+    _check_layout(config)
+    _check_extra(config, decided)
+    if any(entry.quantized for entry in plan):
+        quantization_config(plan)  # refuses what SGLang's loaders cannot be told
+
+
+def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
+    for path, got, expected, why in (
+        ("model.kind", config.model.kind, KINDS, "the plugin has no slime names for its parameters"),
+        ("model.dtype", config.model.dtype, ("bf16",), "slime trains in BF16 with FP32 masters"),
+        ("sampler.kind", config.sampler.kind, ("sglang",), "slime's engines are SGLang"),
+        ("data.kind", config.data.kind, ("jsonl",), "slime reads a file of prompts"),
+        ("warm_start.steps", config.warm_start.steps, (0,), "slime has no warm start; give model.checkpoint"),
+        ("driver.ahead", config.driver.ahead, (0,), "train.py does not sample ahead"),
+        ("correction.unhealthy", config.correction.unhealthy, ("warn", "stop"), "slime cannot skip a step"),
+        ("precision.alignment", plan.alignment, ("off", "aligned"), "SGLang's sums have no fixed order"),
+    ):
+        if got not in expected:
+            words = " or ".join(map(str, expected))
+            raise UserError(f"{config.where(path)}: {path} is {got!r}, but minite launch needs {words}: {why}")
+    if config.model.checkpoint is None:
+        raise UserError("model.checkpoint: not set; slime starts from a BF16 Hugging Face directory, set it")
+
+
+def _check_layout(config: RunConfig) -> None:
+    x, s = config.learner, config.slime
+    gpus = s.nodes * s.gpus_per_node
+    if x.world_size != gpus:
+        raise UserError(
+            f"{config.where('learner.tensor_parallel')}: the learner has tensor_parallel {x.tensor_parallel} x "
+            f"{x.data_ranks} data ranks = {x.world_size} processes, but slime starts one on each of {gpus} GPUs "
+            f"(slime.nodes x slime.gpus_per_node); set learner.data_parallel: {gpus // x.tensor_parallel}"
+        )
+    engines = config.sampler.count * s.gpus_per_engine
+    if config.driver.placement == "colocated" and engines != gpus:
+        raise UserError(
+            f"{config.where('sampler.count')}: sampler.count {config.sampler.count} x slime.gpus_per_engine "
+            f"{s.gpus_per_engine} = {engines} GPUs, but colocated engines take all {gpus}; "
+            f"set sampler.count: {gpus // s.gpus_per_engine}"
+        )
+
+
+def _check_extra(config: RunConfig, decided: Collection[str]) -> None:
+    for word in config.slime.extra:
+        flag = word.partition("=")[0]
+        why = FORBIDDEN.get(flag, "the recipe decides it" if flag in decided else None)
+        if why is not None:
+            raise UserError(f"{config.where('slime.extra')}: slime.extra has {flag}: {why}; remove it")
+
+
+def check_checkpoint(config: RunConfig, plan: PrecisionPlan) -> None:
+    """The directory of the engines holds what the plan says. Raises UserError naming the first difference.
+
+    slime sends BF16 for every quant_method that it does not know, without a word; such a directory is refused here.
+    """
+    directory = Path(config.slime.checkpoint or config.model.checkpoint or "")
+    file = directory / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"slime.checkpoint: {file} is not readable ({error}); make it with minite convert") from None
+    expected = quantization_config(plan) if any(entry.quantized for entry in plan) else None
+    remedy = "make it with minite convert and this recipe"
+    if (found is None) != (expected is None):
+        what = "holds BF16, but the plan quantizes" if found is None else "is quantized, but the plan is BF16"
+        raise UserError(f"slime.checkpoint: {directory} {what}; {remedy}")
+    if expected is None:
+        return
+    for key, want in expected.items():
+        if found.get(key) != want:
+            raise UserError(
+                f"slime.checkpoint: {file} does not hold this plan: quantization_config.{key} "
+                f"{_difference(found.get(key), want)}; {remedy}"
+            )
+
+
+def _difference(found: object, want: object) -> str:
+    """How two values differ; of lists, the first element that only one of them has."""
+    if not isinstance(found, list) or not isinstance(want, list):
+        return f"is {found!r}, the plan needs {want!r}"
+    surplus, missing = [x for x in found if x not in want], [x for x in want if x not in found]
+    if surplus:
+        return f"has {surplus[0]!r}, the plan has not"
+    return f"lacks {missing[0]!r}" if missing else "has another order"

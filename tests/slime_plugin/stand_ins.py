@@ -1,0 +1,59 @@
+"""What slime imports and a CPU machine has not: as little of it as slime's own code needs to be imported and called.
+
+Nothing here imitates behaviour that a test is about. slime and Megatron-LM themselves are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+# Of sglang 0.5.15.post1's ServerArgs: the flags that minite launch writes, and those that slime's validation reads.
+SGLANG_FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("--mem-fraction-static",), {"type": float}),
+    (("--max-running-requests",), {"type": int}),
+    (("--kv-cache-dtype",), {"choices": ["auto", "fp8_e5m2", "fp8_e4m3", "bf16", "bfloat16", "fp4_e2m1"]}),
+    (("--enable-fp32-lm-head",), {"action": "store_true"}),
+    (("--moe-runner-backend",), {"type": str}),
+    (("--tensor-parallel-size", "--tp-size"), {"dest": "tp_size", "type": int, "default": 1}),
+    (("--data-parallel-size", "--dp-size"), {"dest": "dp_size", "type": int, "default": 1}),
+    (("--pipeline-parallel-size", "--pp-size"), {"dest": "pp_size", "type": int, "default": 1}),
+    (("--expert-parallel-size", "--ep-size"), {"dest": "ep_size", "type": int, "default": 1}),
+    (("--moe-data-parallel-size", "--moe-dp-size"), {"dest": "moe_dp_size", "type": int, "default": 1}),
+)
+
+
+class ServerArgs:
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        for names, settings in SGLANG_FLAGS:
+            parser.add_argument(*names, **settings)
+
+
+class RouterArgs:
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser, **_: Any) -> None:
+        parser.add_argument("--router-log-level", default="warn")
+
+
+def install(slime_dir: Path, megatron_dir: Path | None) -> None:
+    """Makes slime importable in this process. For processes of their own: sys.modules keeps the stand-ins."""
+    sys.path[:0] = [str(path) for path in (slime_dir, megatron_dir) if path is not None]
+    _module("sglang.srt.server_args", ServerArgs=ServerArgs)
+    _module("sglang_router.launch_router", RouterArgs=RouterArgs)
+    # Megatron imports triton kernels for a mode that is off here.
+    kernels = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    kernels.enable_batch_invariant_mode = kernels.is_batch_invariant_mode_enabled = lambda *_: False
+    sys.modules[kernels.__name__] = kernels
+
+
+def _module(name: str, **content: Any) -> None:
+    """A module and the packages around it."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        module = sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+        module.__path__ = []
+    vars(module).update(content)
