@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import GEMM_SHAPES_MNK, normal, seeded
@@ -105,6 +107,18 @@ def test_narrow_experts(backend):
         out = backend.grouped_gemm(a, backend.prepare(b), torch.tensor(ROWS[0], device="cuda"), torch.float32)
         for part, a_MK, b_NK in zip(out.split(ROWS[0]), true_values(a).split(ROWS[0]), true_values(b), strict=True):
             assert_within_bound(part, a_MK, b_NK, k)
+
+
+def test_scales_that_lie_apart_in_memory(backend):
+    """A sampler keeps one amax for each member of a fused weight and passes a column of that table."""
+    a = backend.quantize(normal(44, 64, seed=4).cuda(), "nvfp4_row")
+    q = backend.quantize((normal(5, 48, 64, seed=3) * torch.arange(1, 6).bfloat16()[:, None, None]).cuda(), "nvfp4_1d")
+    rows_E = torch.tensor(ROWS[0], device="cuda")
+    wanted = backend.grouped_gemm(a, backend.prepare(q), rows_E, torch.bfloat16)
+    column_E = torch.stack([q.amax, 7 * q.amax], dim=1)[:, 0]
+    strided_R = torch.stack([a.amax, 3 * a.amax], dim=1)[:, 0]
+    a, q = replace(a, amax=strided_R), replace(q, amax=column_E)
+    assert_same_bytes(backend.grouped_gemm(a, backend.prepare(q), rows_E, torch.bfloat16), wanted)
 
 
 def test_gradient_products_of_plain_operands(backend):

@@ -126,11 +126,12 @@ def gemm(
     config = Config.choose(rows / experts, out_dtype)
     table, limit = (None, 0) if rows_E is None else tile_table(rows_E, rows, config.m)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    a_amax = a.amax if a.amax is None or a.amax.ndim else a.amax.expand(rows)
+    a_amax = None if a.amax is None else a.amax.expand(rows).contiguous()
+    b_amax = None if b.amax is None else b.amax.contiguous()  # a column of a table of amaxes, say
     _gemm_kernel[(programs,)](
         TensorDescriptor(a.values, [rows, k], [k, 1], [config.m, config.k]),
         TensorDescriptor(b.values, [experts * n, k], [k, 1], [config.n, config.k]),
-        out_RN, None if a_amax is None else a_amax.contiguous(), b.amax, table, limit, rows, n, k,
+        out_RN, a_amax, b_amax, table, limit, rows, n, k,
         1 / (a.outer_max * b.outer_max),
         BM=config.m, BN=config.n, BK=config.k, PROGRAMS=programs,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=False,
