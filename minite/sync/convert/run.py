@@ -95,6 +95,9 @@ def convert(
         partial.close()
         text = f"{target}: {error}; make room or mend the disk, then the same command goes on"
         raise UserError(text) from error
+    except BaseException:  # Ctrl-C: what is finished stays for the next run
+        partial.close()
+        raise
     return report
 
 
