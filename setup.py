@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 VERSION = re.search(r'__version__ = "(.+)"', Path("minite/__init__.py").read_text())[1]
 SGLANG = ["sglang>=0.5.15"]
 HF = ["transformers>=5.0"]
+CPU = ["numba>=0.63"]
 SMOLLM2 = [*HF, "gguf>=0.17"]
 
 setup(
@@ -40,8 +41,10 @@ setup(
         "smollm2": SMOLLM2,  # scripts/smollm2.py: the pretrained test model
         "sglang": SGLANG,  # SGLang as the sampler
         "slime": SGLANG,  # slime itself comes from its repository: the package of that name elsewhere is unrelated
+        "cpu": CPU,  # compiles the NVFP4 quantizer of a CPU at first use; without it: the same bytes, slower
         "cuda": ["ninja>=1.11"],  # compiles the CUDA extension at first use; needs nvcc
         "dev": [
+            *CPU,
             *SMOLLM2,  # the tests compare models with the Hugging Face implementation
             "pytest>=8.4",
             "pytest-cov>=6.0",

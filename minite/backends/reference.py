@@ -45,6 +45,7 @@ class ReferenceBackend:
 
     name = "reference"
     kind = "reference"
+    fused = None
 
     def __init__(self, *, strict: bool) -> None:
         self.strict = strict
@@ -67,7 +68,7 @@ class ReferenceBackend:
         """formats.quantize_operand: the definition that other backends have to equal byte for byte."""
         return quantize_operand(x_MK, how, amax=amax, generator=generator)
 
-    def prepare(self, w: Operand) -> Prepared:
+    def prepare(self, w: Operand, *, decode: bool = False) -> Prepared:
         """A weight [N, K] or [E, N, K] in the dtype of the product, to be kept as long as the weight lives."""
         if isinstance(w, QTensor) and w.outer == "row":
             raise FormatError("reference: a weight with one outer scale per row; expected one per tensor or expert")
@@ -106,7 +107,18 @@ class ReferenceBackend:
     def _sum_dtype(self) -> torch.dtype:
         return torch.float64 if self.strict else torch.float32
 
-    def _read(self, x: Operand) -> Prepared:
+    def grouped_wgrad(self, dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, dtype: torch.dtype) -> Tensor:
+        """[E, N, K] = dy_e.T @ x_e by expert; zeros for one without rows: its optimizer state advances too."""
+        dw_ENK = x_RK.new_zeros(len(rows_E), dy_RN.shape[1], x_RK.shape[1], dtype=dtype)
+        sizes = rows_E.tolist()
+        for e, (dy_rN, x_rK) in enumerate(zip(dy_RN.split(sizes), x_RK.split(sizes), strict=True)):
+            if len(dy_rN):
+                dw_ENK[e] = self.gemm(dy_rN.T, self.prepare(x_rK.T), dtype)
+        return dw_ENK
+
+    def _read(self, x: Operand | Prepared) -> Prepared:
+        if isinstance(x, Prepared):
+            return x
         if self.strict:
             dtype = torch.float64
         elif x.device.type == "cpu":
@@ -116,8 +128,11 @@ class ReferenceBackend:
         if isinstance(x, QTensor):
             if x.block_scale is not None and x.block_scale.dtype == torch.float32:
                 dtype = torch.promote_types(dtype, torch.float32)
-            return Prepared(block_scaled(x, dtype), x.amax, 1.0 if x.amax is None else x.outer_max)
+            return Prepared(self._block_scaled(x, dtype), x.amax, 1.0 if x.amax is None else x.outer_max)
         return Prepared(x.to(torch.promote_types(dtype, x.dtype)), None)
+
+    def _block_scaled(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        return block_scaled(q, dtype)
 
     def _product(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
         """a_MK @ b_NK.T, summed and returned in _sum_dtype."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minite.backends import registry
+from minite.backends.cpu.backend import CpuBackend
 from minite.backends.reference import ReferenceBackend
 from minite.errors import UserError
 
@@ -27,9 +28,11 @@ def two_backends(monkeypatch):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_auto_is_the_reference_backend_on_a_cpu(strict):
+def test_auto_is_the_compiled_backend_on_a_cpu(strict):
     backend = registry.get_backend("auto", device="cpu", strict=strict)
-    assert isinstance(backend, ReferenceBackend) and backend.strict == strict
+    assert isinstance(backend, CpuBackend) and backend.strict == strict
+    plain = registry.get_backend("reference", device="cpu", strict=strict)
+    assert type(plain) is ReferenceBackend and plain.strict == strict
 
 
 def test_auto_takes_the_best_that_is_not_refused(two_backends):
@@ -39,6 +42,7 @@ def test_auto_takes_the_best_that_is_not_refused(two_backends):
     assert [(v.name, v.kind, v.refusal) for v in verdicts] == [
         ("fast", "native", "cannot on cpu, strict False"),
         ("triton", "emulated", "runs on CUDA devices, not on cpu"),
+        ("cpu", "emulated", None),
         ("reference", "reference", None),
     ]
 
@@ -49,5 +53,5 @@ def test_a_named_backend_that_cannot_run_is_an_error_not_a_fallback(two_backends
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known():
-    with pytest.raises(UserError, match="'cutlas' is unknown; expected auto or one of triton, reference"):
+    with pytest.raises(UserError, match="'cutlas' is unknown; expected auto or one of triton, cpu, reference"):
         registry.get_backend("cutlas", device="cpu", strict=False)
