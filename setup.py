@@ -56,5 +56,8 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["minite = minite.cli:main"]},
+    entry_points={
+        "console_scripts": ["minite = minite.cli:main"],
+        "sglang.srt.plugins": ["minite = minite.sampler.sglang.plugin:register"],
+    },
 )

@@ -1,7 +1,5 @@
 """sampler.make_engine, and the benchmark that starts from a recipe."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tiny_engine import MOE, config
@@ -23,11 +21,15 @@ def test_the_built_in_engine_on_the_device_asked_for():
     assert make_engine(auto, resolve_plan(auto)).device.type == expected
 
 
-def test_an_engine_that_is_not_built_is_a_plain_error():
-    cfg = config(MOE)
-    other = replace(cfg, sampler=replace(cfg.sampler, kind="sglang"))
-    with pytest.raises(UserError, match="sampler.kind is 'sglang', which is not built yet"):
-        make_engine(other, resolve_plan(other))
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [(None, "sglang is not installed: docs/sglang.md"), ("0.5.14", "sglang 0.5.14 is too old: expected 0.5.15")],
+)
+def test_sglang_missing_or_too_old_is_a_plain_error(monkeypatch, version, message):
+    monkeypatch.setattr("minite.sampler.sglang.compat.installed", lambda: version)
+    cfg = config(MOE, sampler={"kind": "sglang"})
+    with pytest.raises(UserError, match=message):
+        make_engine(cfg, resolve_plan(cfg))
 
 
 @pytest.mark.parametrize(

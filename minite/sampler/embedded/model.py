@@ -114,6 +114,12 @@ class Model:
     def _moe(self, layer: Layer, h_TH: Tensor) -> tuple[Tensor, Tensor]:
         config, strict = self.config, self.strict
         prob_Tk, expert_Tk = ops.route_topk(ops.wide_linear(h_TH, layer.router, strict), config.experts_per_token)
+        if self.backend.fused is not None:
+            inputs = layer.gate_up.input_operand, layer.down.input_operand
+            weights = layer.gate_up.prepared, layer.down.prepared
+            y_TH = self.backend.fused.experts(h_TH, prob_Tk, expert_Tk, config.num_experts, *weights, inputs)
+            if y_TH is not None:
+                return y_TH, expert_Tk
         h_RH, token_R, rows_E, slot_R = ops.moe_permute(h_TH, expert_Tk, config.num_experts)
         gate_up_R2I = self._experts(layer.gate_up, h_RH, rows_E)
         y_RH = self._experts(layer.down, ops.swiglu(gate_up_R2I, strict), rows_E)

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minite.config.schema import ModelConfig, SamplerConfig
-from minite.errors import UserError
 from minite.sampler.embedded.kv_cache import Ranges
 from minite.sampler.engine import Request
+from minite.sampler.limits import check_request
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Scheduler:
         """Queue requests. All are checked first: when one is impossible, none is queued."""
         live = self.live_ids()
         for sequence in sequences:
-            self._check(sequence, live)
+            check_request(sequence.request, live, self.model, self.sampler)
             live.add(sequence.request.request_id)
         self.waiting.extend(sequences)
 
@@ -108,30 +108,3 @@ class Scheduler:
     def live_ids(self) -> set[str]:
         """Ids of all requests that wait or run."""
         return {s.request.request_id for s in (*self.waiting, *self.running)}
-
-    def _check(self, sequence: Sequence, live: set[str]) -> None:
-        request, params = sequence.request, sequence.request.params
-        what = f"request {request.request_id!r}"
-        if request.request_id in live:
-            raise UserError(f"{what}: this id is already live; give each request an id of its own")
-        if not request.prompt_tokens:
-            raise UserError(f"{what}: empty prompt; give at least one token")
-        if not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self.model.vocab_size:
-            raise UserError(f"{what}: a prompt token is outside the vocabulary, 0..{self.model.vocab_size - 1}")
-        if params.max_new_tokens < 1:
-            raise UserError(f"{what}: max_new_tokens is {params.max_new_tokens}; it must be at least 1")
-        if params.temperature < 0 or params.top_k < 0 or not 0 < params.top_p <= 1:
-            raise UserError(
-                f"{what}: got temperature {params.temperature}, top_k {params.top_k}, top_p {params.top_p}; "
-                "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
-            )
-        if sequence.reserved > self.model.max_seq_len:
-            raise UserError(
-                f"{what}: prompt {sequence.prompt_len} + max_new_tokens {params.max_new_tokens} is more than "
-                f"model.max_seq_len {self.model.max_seq_len}; lower max_new_tokens"
-            )
-        if sequence.reserved > self.sampler.kv_tokens:
-            raise UserError(
-                f"{what}: prompt {sequence.prompt_len} + max_new_tokens {params.max_new_tokens} can never fit "
-                f"sampler.kv_tokens {self.sampler.kv_tokens}; raise kv_tokens or lower max_new_tokens"
-            )

@@ -54,7 +54,8 @@ class Linear:
         if not self.grouped:
             parts = {suffix: part[0] for suffix, part in parts.items()}
         quantized = self.weight_operand != "bf16"
-        self.prepared = backend.prepare(from_parts(self.weight_operand, parts) if quantized else parts["weight"])
+        weight = from_parts(self.weight_operand, parts) if quantized else parts["weight"]
+        self.prepared = backend.prepare(weight, decode=True)
 
 
 class Weights:

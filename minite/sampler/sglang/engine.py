@@ -1,0 +1,206 @@
+"""SGLang behind the protocol of minite/sampler/engine.py."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minite.backends.registry import get_backend
+from minite.config import env
+from minite.config.plan import PrecisionPlan
+from minite.config.schema import RunConfig
+from minite.errors import UserError
+from minite.sampler.embedded.sampling import request_seed
+from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sampler.limits import check_request
+from minite.sampler.sglang import launch, proof
+from minite.sampler.sglang.compat import checked, compat
+from minite.sampler.sglang.processes import make_engine
+from minite.sampler.sglang.wire import VERSION, flatten, text
+from minite.sync.errors import SyncError
+from minite.types import WeightVersion
+
+
+class SglangEngine:
+    """See ``minite.sampler.engine.Engine``, which it implements.
+
+    Must be built, and used, in the main thread of its process; ``abort`` may come from another thread.
+    """
+
+    def __init__(self, run_config: RunConfig, plan: PrecisionPlan, device: str) -> None:
+        self.config, self.plan, self.device, self.compat = run_config, plan, device, compat()
+        launch.check(run_config, device)
+        env.apply_sglang_env(device)
+        self.backend = get_backend(plan.backend, device=device, strict=False).name
+        self._directory = tempfile.TemporaryDirectory(prefix="minite-sglang-")
+        folder = Path(self._directory.name)
+        launch.write_model(run_config, plan, device, folder)
+        self.sglang = make_engine(launch.arguments(run_config, plan, device, folder))
+        self._stats = EngineStats(kv_tokens_total=run_config.sampler.kv_tokens)
+        self._version: WeightVersion | None = None  # of the weights that may be used
+        self._incoming: WeightVersion | None = None  # of the update under way
+        self._refusal = "no weights were loaded yet"
+        self._live: dict[str, Request] = {}
+        self._generating = threading.Lock()
+        self._loop = asyncio.get_event_loop()
+        proof.check(self.states(), plan, self.backend, None)
+
+    def states(self) -> list[dict[str, Any]]:
+        """What every scheduler process says of itself, miniTE's proof under "minite"."""
+        return list(self.sglang.get_server_info()["internal_states"])
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """Run the requests to their end; completions in request order. UserError for a request that cannot be run."""
+        if self._version is None:
+            raise SyncError(f"refusing to generate: {self._refusal}")
+        if not requests:
+            return []
+        if not self._generating.acquire(blocking=False):
+            raise UserError("generate is already running; hand all requests to one call, or wait for it")
+        try:
+            for request in requests:
+                check_request(request, self._live, self.config.model, self.config.sampler)
+                self._live[request.request_id] = request
+            answers = self.sglang.generate(
+                input_ids=[list(r.prompt_tokens) for r in requests],
+                sampling_params=[self._parameters(r) for r in requests],
+                rid=[r.request_id for r in requests],
+                return_logprob=True,
+                return_routed_experts=bool(self.config.model.num_experts),
+            )
+            return [self._complete(r, a) for r, a in zip(requests, answers, strict=True)]
+        finally:
+            self._live.clear()
+            self._generating.release()
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        params = request.params
+        if params.top_k == 1 and params.temperature > 0:
+            raise UserError(f"request {request.request_id!r}: top_k 1 is greedy; say temperature 0 instead")
+        seed = request_seed(self.config.seed, request.request_id) if params.seed is None else params.seed % 2**64
+        return {
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "stop_token_ids": list(params.stop_token_ids),
+            "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,  # the same 64 bits, signed
+        }
+
+    def _complete(self, request: Request, answer: Mapping[str, Any]) -> Completion:
+        assert self._version is not None
+        info, tokens = answer["meta_info"], list(answer["output_ids"])
+        self._count(request, tokens, info["finish_reason"]["type"])
+        experts = None
+        if self.config.model.num_experts:
+            experts = self._experts(info["routed_experts"], len(request.prompt_tokens) + len(tokens) - 1)
+        return Completion(
+            request_id=request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            tokens=tokens,
+            logprobs=[float(entry[0]) for entry in info["output_token_logprobs"]],
+            finish_reason=info["finish_reason"]["type"],
+            weight_version=self._version,
+            routed_experts=experts,
+        )
+
+    def _experts(self, record: str, positions: int) -> Tensor:
+        """SGLang's record, int32 in base64 -> int16 [positions, MoE layers, k]."""
+        model = self.config.model
+        flat = np.frombuffer(base64.b64decode(record), dtype=np.int32).astype(np.int16)
+        return torch.from_numpy(flat).view(positions, model.num_layers, model.experts_per_token)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        """End live requests, keeping what they have generated. Returns how many were live."""
+        live = set(self._live)
+        chosen = live if request_ids is None else live & set(request_ids)
+        for request_id in chosen:
+            self._loop.call_soon_threadsafe(self.sglang.tokenizer_manager.abort_request, request_id)
+        return len(chosen)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def begin_update(self, version: WeightVersion) -> None:
+        """Start loading new weights; the old ones are gone from here on. SyncError while requests are live."""
+        if self._live:
+            raise SyncError(
+                f"cannot update weights while {len(self._live)} requests are live; "
+                "abort() them or let generate() return"
+            )
+        self._version = self._incoming = None
+        if version.plan_digest != self.plan.digest:
+            self._refusal = (
+                f"the weights of step {version.step} were made under another precision plan: "
+                f"theirs {version.plan_digest}, this engine's {self.plan.digest}; start both from one recipe"
+            )
+            raise SyncError(self._refusal)
+        self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
+        self.compat.begin_update(self.sglang)
+        self._incoming = version
+        self._send({VERSION: text(json.dumps(asdict(version)))})
+
+    def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
+        """Pass the tensors of one bucket on, on the wire or plain. What is wrong with them shows in finish_update."""
+        if self._incoming is None:
+            raise SyncError("load_bucket without begin_update; announce the version first")
+        self._send(tensors)
+
+    def finish_update(self) -> str:
+        """Close the update, forget all cached prefixes, and have every scheduler prove what it holds."""
+        if self._incoming is None:
+            raise SyncError("finish_update without begin_update; announce the version first")
+        version, self._incoming = self._incoming, None
+        try:
+            self.compat.end_update(self.sglang)
+            checked(self.sglang.flush_cache, "flush_cache")  # after the last change, so that no stale prefix survives
+            proof.check(self.states(), self.plan, self.backend, version)
+        except SyncError as error:
+            self._refusal = f"the update to the weights of step {version.step} failed: {error}"
+            raise
+        self._version = version
+        self._stats.weight_updates += 1
+        return version.weight_digest
+
+    def weight_version(self) -> WeightVersion | None:
+        """Version of the weights in use; None when there are none that may be used."""
+        return self._version
+
+    def _send(self, tensors: Mapping[str, Tensor]) -> None:
+        checked(
+            self.sglang.update_weights_from_tensor,
+            "update_weights_from_tensor",
+            named_tensors=flatten(tensors),
+            load_format=launch.LOADER,
+            flush_cache=False,
+        )
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and the gauges of now; the object is live."""
+        self._stats.running = len(self._live)
+        return self._stats
+
+    def _count(self, request: Request, tokens: list[int], finish_reason: str) -> None:
+        self._stats.requests += 1
+        self._stats.generated_tokens += len(tokens)
+        self._stats.prefill_tokens += len(request.prompt_tokens)
+        self._stats.aborted += finish_reason == "abort"
+
+    def close(self) -> None:
+        """End SGLang's processes. Also done when this process ends."""
+        self.sglang.shutdown()
+        self._directory.cleanup()

@@ -1,0 +1,41 @@
+"""The experts of one MoE layer, by the numerics of layers/moe.py, with nothing that a CUDA graph could not record."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minite.backends.base import Backend
+from minite.layers import ops
+from minite.sampler.embedded.weights import Linear
+
+
+def forward(
+    backend: Backend, gate_up: Linear, down: Linear, x_TH: Tensor, logits_TE: Tensor, expert_Tk: Tensor
+) -> Tensor:
+    """sum over a token's experts of probability * expert(x). -> [T, H], the dtype of x.
+
+    logits_TE float32, expert_Tk integers: the experts that were chosen. Equal to ops.moe_permute, the two GEMMs
+    and ops.moe_combine, bit for bit: a token's experts are added in ascending order. Host-side sizes are those of the
+    inputs only, as a graph needs it.
+    """
+    tokens, k = expert_Tk.shape
+    num_experts = logits_TE.shape[1]
+    expert_Tk = expert_Tk.long().clamp(min=0)  # SGLang marks the padding of a graph's batch by -1; nobody reads it
+    prob_Tk = logits_TE.gather(-1, expert_Tk).softmax(dim=-1)  # in the order recorded, which the learner replays
+    expert_Tk, order_Tk = expert_Tk.sort(dim=-1)
+    prob_Tk = prob_Tk.gather(-1, order_Tk)
+    slot_R = expert_Tk.flatten().argsort(stable=True)  # row -> (token, choice), sorted by expert
+    rows_E = (expert_Tk.flatten()[:, None] == torch.arange(num_experts, device=x_TH.device)).sum(0)
+    h_RK = _gemm(backend, gate_up, x_TH[slot_R // k], rows_E)
+    y_RH = _gemm(backend, down, ops.swiglu(h_RK, strict=False), rows_E)
+    y_TkH = torch.empty_like(y_RH).index_copy_(0, slot_R, y_RH).view(tokens, k, -1)
+    out_TH = torch.zeros(tokens, y_RH.shape[1], dtype=torch.float32, device=x_TH.device)
+    for choice in range(k):
+        out_TH = out_TH + y_TkH[:, choice].float() * prob_Tk[:, choice, None].float()
+    return out_TH.to(x_TH.dtype)
+
+
+def _gemm(backend: Backend, linear: Linear, x_RK: Tensor, rows_E: Tensor) -> Tensor:
+    a_RK = backend.quantize(x_RK, linear.input_operand)
+    return backend.grouped_gemm(a_RK, linear.prepared, rows_E, x_RK.dtype)

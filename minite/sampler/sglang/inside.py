@@ -1,0 +1,162 @@
+"""What one SGLang scheduler process holds and can prove: its plan, its weights, its backend. At most one per process.
+
+It never raises into SGLang for a bad update, which would take the whole engine down: the fault is kept, told in the
+next proof, and the engine then refuses to generate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minite.backends.registry import get_backend
+from minite.config.plan import PrecisionPlan
+from minite.config.schema import ModelConfig
+from minite.errors import UserError
+from minite.sampler.embedded.weights import Linear, Weights
+from minite.sampler.sglang.names import operands
+from minite.sampler.sglang.wire import VERSION, unflatten
+from minite.sync.errors import SyncError
+from minite.sync.transport import MANIFEST, from_wire, read_manifest
+from minite.types import WeightVersion
+
+_current: Inside | None = None
+
+
+class Inside:
+    """The state of one scheduler process."""
+
+    def __init__(self, plan: PrecisionPlan, device: str) -> None:
+        self.plan, self.device = plan, torch.device(device)
+        self.backend = get_backend(plan.backend, device=device, strict=False)
+        self.weights = Weights(plan, ModelConfig(**plan.model), self.device)
+        self.modules: dict[str, str] = {}  # SGLang's module -> "weight operand x input operand"
+        self.version: WeightVersion | None = None  # of the update under way, then of the weights held
+        self.digest: str | None = None  # of the bytes held, once an update is complete and verified
+        self.fault: str | None = None
+        self.updates = 0
+
+    def linear(self, module: str, names: Iterable[str]) -> Linear:
+        """The GEMM of one of SGLang's modules, which fuses the linears ``names``."""
+        return self._keep(module, self.weights.linear(*names))
+
+    def expert_linear(self, module: str, experts: Iterable[tuple[str, ...]]) -> Linear:
+        """The grouped GEMM of a layer's experts; each item names the fused linears of one expert."""
+        return self._keep(module, self.weights.expert_linear(experts))
+
+    def _keep(self, module: str, linear: Linear) -> Linear:
+        self.modules[module] = operands(linear.weight_operand, linear.input_operand)
+        return linear
+
+    # -- weight updates -----------------------------------------------------------------------------------------------
+
+    def receive(self, model: nn.Module, flat: Mapping[str, Tensor]) -> None:
+        """Take one message of an update: the version that opens it, tensors, the manifest that ends it."""
+        named = from_wire(unflatten(flat))
+        try:
+            if VERSION in named:
+                self._begin(model, WeightVersion(**json.loads(bytes(named.pop(VERSION).cpu().numpy()))))
+            if self.fault is not None:
+                return
+            if self.version is None or self.digest is not None:
+                raise SyncError("tensors arrived outside of a weight update")
+            manifest = named.pop(MANIFEST, None)
+            self.weights.load(named)
+            if manifest is not None:
+                self._finish(read_manifest(manifest))
+        except UserError as error:
+            self.fault = str(error)
+
+    def _begin(self, model: nn.Module, version: WeightVersion) -> None:
+        self.version, self.digest, self.fault = version, None, None
+        self.weights.loaded.clear()
+        if version.plan_digest != self.plan.digest:
+            raise SyncError(
+                f"the weights of step {version.step} were made under plan {version.plan_digest}, "
+                f"this scheduler runs {self.plan.digest}"
+            )
+        self._adopt(model)
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Point at the parameters that SGLang holds itself: embedding, norms, router, LM head.
+
+        Looked up anew for every update, since SGLang may have replaced one. A vocabulary may be padded at its end.
+        """
+        parameters = dict(model.named_parameters())
+        held = {name for linear in self.weights.linears for name in linear.views}
+        for name, stored in self.weights.stored.items():
+            if name in held:
+                continue
+            parameter = parameters.get(name)
+            if parameter is None or parameter.dtype != stored.dtype or parameter.shape[1:] != stored.shape[1:]:
+                got = None if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
+                raise SyncError(f"{name}: SGLang's model has {got}, expected {stored.dtype} {list(stored.shape)}")
+            self.weights.views[name] = parameter.data[: stored.shape[0]]
+
+    def _finish(self, manifest: Mapping[str, str]) -> None:
+        assert self.version is not None
+        digest = self.weights.verify(self.version.weight_digest, manifest)
+        self.prepare()
+        self.digest = digest
+        self.updates += 1
+
+    def prepare(self) -> None:
+        """Bring new weights into the form that GEMMs read, in the memory that CUDA graphs have recorded."""
+        for linear in self.weights.linears:
+            before = linear.prepared
+            linear.prepare(self.backend)
+            if before is not None:
+                overwrite(before, linear.prepared)
+                linear.prepared = before
+
+    def proof(self) -> dict[str, Any]:
+        """What the engine checks: JSON-ready, computed in this process from what it holds."""
+        return {
+            "pid": os.getpid(),
+            "plan_digest": self.plan.digest,
+            "backend": self.backend.name,
+            "modules": self.modules,
+            "step": None if self.version is None else self.version.step,
+            "weight_digest": self.digest,
+            "fault": self.fault,
+            "updates": self.updates,
+            "held_bytes": sum(b.nbytes for linear in self.weights.linears for b in linear.buffers.values()),
+        }
+
+
+def start(plan_file: str, device: str) -> Inside:
+    """Become the state of this process. Raises UserError for a damaged plan."""
+    global _current
+    plan = PrecisionPlan.from_json(Path(plan_file).read_text(encoding="utf-8"), plan_file)
+    _current = Inside(plan, device)
+    return _current
+
+
+def current() -> Inside | None:
+    """The state of this process; None where SGLang runs without a miniTE plan."""
+    return _current
+
+
+def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """SGLang's custom weight loader. See Inside.receive."""
+    assert _current is not None, "the quantization method of the plan was not built"
+    _current.receive(model, dict(named_tensors))
+
+
+def overwrite(old: Any, new: Any) -> None:
+    """Copy every tensor of ``new`` into its place in ``old``: two dataclasses (or tensors) of one structure."""
+    if isinstance(old, Tensor):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+    elif dataclasses.is_dataclass(old):
+        for field in dataclasses.fields(old):
+            overwrite(getattr(old, field.name), getattr(new, field.name))
+    else:
+        assert old == new, f"a prepared weight changed from {old!r} to {new!r} in a weight update"
