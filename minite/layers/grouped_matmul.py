@@ -24,18 +24,6 @@ from minite.layers.matmul import (
 from minite.layers.weight_cache import PreparedWeight, WeightCache
 
 
-def _wgrad(dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, backend: Backend, dtype: torch.dtype) -> list[Tensor]:
-    """dy_e.T @ x_e for every expert; zeros, not None, for one without rows: its optimizer state advances too."""
-    dw = []
-    sizes = rows_E.tolist()
-    for dy_rN, x_rK in zip(dy_RN.split(sizes), x_RK.split(sizes), strict=True):
-        if len(dy_rN) == 0:
-            dw.append(torch.zeros(dy_RN.shape[1], x_RK.shape[1], dtype=dtype, device=x_RK.device))
-        else:
-            dw.append(backend.gemm(dy_rN.T, backend.prepare(x_rK.T), dtype))
-    return dw
-
-
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
     """[E, N, K] of either form of expert weights; a copy only for separate ones."""
     return weights[0] if weights[0].ndim == 3 else torch.stack(list(weights))
@@ -79,8 +67,8 @@ class _QuantGroupedMatmul(torch.autograd.Function):
             dx_RK = ctx.backend.grouped_gemm(dy_RN, w_EKN, ctx.rows_E, ctx.dtype)
         dw: list[Tensor | None] = [None] * ctx.num_weights
         if x_RK is not None:
-            dw_E = _wgrad(dy_RN, x_RK, ctx.rows_E, ctx.backend, ctx.dtype)
-            dw = [torch.stack(dw_E)] if ctx.stacked else [*dw_E]
+            dw_ENK = ctx.backend.grouped_wgrad(dy_RN, x_RK, ctx.rows_E, ctx.dtype)
+            dw = [dw_ENK] if ctx.stacked else [*dw_ENK]
         return dx_RK, None, None, None, None, None, None, None, *dw
 
 

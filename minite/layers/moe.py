@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.layers.pointwise import work_dtype
 
 
@@ -85,12 +86,34 @@ def moe_permute(x_TH: Tensor, expert_Tk: Tensor, num_experts: int) -> tuple[Tens
     return _GatherRows.apply(x_TH, token_R), token_R, torch.bincount(expert_R, minlength=num_experts), slot_R
 
 
-def moe_combine(y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int, strict: bool) -> Tensor:
+class _FusedCombine(torch.autograd.Function):
+    """The backend's kernel forward; backward as autograd gives it for the steps."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int, fused: Fused) -> Tensor:
+        ctx.save_for_backward(y_RH, prob_R, token_R)
+        out_TH = fused.combine(y_RH, prob_R, token_R, num_tokens)
+        return moe_combine(y_RH, prob_R, token_R, num_tokens, strict=False) if out_TH is None else out_TH
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        y_RH, prob_R, token_R = ctx.saved_tensors
+        grad_RH = grad_TH[token_R].float()
+        dprob_R = (grad_RH * y_RH.float()).sum(-1).to(prob_R.dtype) if ctx.needs_input_grad[1] else None
+        return (grad_RH * prob_R.float()[:, None]).to(y_RH.dtype), dprob_R, None, None, None
+
+
+def moe_combine(
+    y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int, strict: bool, fused: Fused | None = None
+) -> Tensor:
     """sum over the rows of a token of prob * y, ascending expert order. -> [T, H], the dtype of y, rounded once.
 
     Rows are as ``moe_permute`` gives them (a rank that owns some of the experts may pass its rows only). Tokens without
-    rows get 0.
+    rows get 0. ``fused``: the backend's, which is one kernel with the same bits; not for strict.
     """
+    if fused is not None:
+        out_TH: Tensor = _FusedCombine.apply(y_RH, prob_R, token_R, num_tokens, fused)
+        return out_TH
     work = work_dtype(strict)
     weighted_RH = y_RH.to(work) * prob_R.to(work)[:, None]
     return _SumRows.apply(weighted_RH, token_R, num_tokens).to(y_RH.dtype)

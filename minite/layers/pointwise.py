@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.formats.rounding import round_once
 
 
@@ -70,8 +71,32 @@ def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor, strict: bool) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THD.dtype)
 
 
-def swiglu(gate_up: Tensor, strict: bool) -> Tensor:
-    """silu(gate) * up, where gate is the first half of the last axis. [..., 2I] -> [..., I], rounded once."""
+class _FusedSwiglu(torch.autograd.Function):
+    """The backend's kernel forward; backward the derivative in FP32, of the stored operands."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, fused: Fused) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        out = fused.swiglu(gate_up)
+        return swiglu(gate_up, strict=False) if out is None else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = gate_up.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(swiglu(leaf, strict=False), leaf, grads[0])
+        return grad, None
+
+
+def swiglu(gate_up: Tensor, strict: bool, fused: Fused | None = None) -> Tensor:
+    """silu(gate) * up, where gate is the first half of the last axis. [..., 2I] -> [..., I], rounded once.
+
+    ``fused``: the backend's, which is one kernel with the same bits; not for strict.
+    """
+    if fused is not None:
+        out: Tensor = _FusedSwiglu.apply(gate_up, fused)
+        return out
     gate, up = gate_up.to(work_dtype(strict)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.layers import ops
 from minite.learner.precision import GroupedMatmul
 from minite.learner.provider import PolicyConfig
@@ -40,6 +41,8 @@ class ReplayRouter(Router):
 class CombiningDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all with miniTE's combine at the token's own rank."""
 
+    fused: Fused | None = None  # set by precision.bind
+
     def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         rows_RH, self._prob_R = super().dispatch_preprocess(hidden, routing_map, probs)
         return rows_RH, self._prob_R.detach()  # the experts have no use for it
@@ -47,7 +50,7 @@ class CombiningDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, rows_RH: Tensor) -> Tensor:
         token_R = self.reversed_local_input_permutation_mapping
         num_tokens = self.hidden_shape_before_permute[0]
-        combined = ops.moe_combine(rows_RH, self._prob_R, token_R, num_tokens, self.config.strict)
+        combined = ops.moe_combine(rows_RH, self._prob_R, token_R, num_tokens, self.config.strict, self.fused)
         return combined.view(self.hidden_shape)
 
 
@@ -92,7 +95,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, x_RH: Tensor, rows_E: Tensor, prob_R: Tensor) -> tuple[Tensor, None]:
         gate_up_RN = self.linear_fc1(x_RH, rows_E)
-        return self.linear_fc2(ops.swiglu(gate_up_RN, self.strict), rows_E), None
+        fused = self.linear_fc1.matmul.backend.fused
+        return self.linear_fc2(ops.swiglu(gate_up_RN, self.strict, fused), rows_E), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         parts = {}

@@ -90,6 +90,7 @@ def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch
             fc1, fc2 = (plan[f"{mlp}.experts.0.{x}_proj"] for x in ("gate", "down"))
             layer.mlp.experts.linear_fc1.matmul = GroupedMatmul(f"{mlp}.experts.gate_up_proj", fc1, backend)
             layer.mlp.experts.linear_fc2.matmul = GroupedMatmul(f"{mlp}.experts.down_proj", fc2, backend)
+            layer.mlp.token_dispatcher.fused = backend.fused
 
 
 def _check_blocks(entry: PlanEntry, rows: int, columns: int) -> None:

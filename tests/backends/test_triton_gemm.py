@@ -175,24 +175,53 @@ def test_rms_norm_quantizes_what_it_rounded(k):
     assert_same_bytes(out.values, block_scaled(wanted), "values")
 
 
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("input", ["nvfp4_row", "bf16"])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 @pytest.mark.parametrize("experts_used", [3, 16])
-def test_experts_equal_the_steps_of_the_layer(backend, tokens, experts_used):
-    from minite.backends.triton import fused, moe
+def test_experts_equal_the_steps_of_the_layer(backend, tokens, experts_used, input, decode):
+    from minite.backends.triton import fused
 
-    top, experts, hidden, inner = 3, 16, 256, 96
+    top, experts, hidden, inner = 3, 16, 256, 128
     x = scale_rows(normal(tokens, hidden), 11).cuda()
     logits = normal(tokens, experts, dtype=torch.float32, seed=12).cuda()
     logits[:, experts_used:] = -1e9
     prob, expert = ops.route_topk(logits, top)
-    gate_up, down = (
-        backend.prepare(backend.quantize(0.05 * normal(experts, n, k, seed=n).cuda(), "nvfp4_1d"))
+    weights = [
+        backend.quantize(0.05 * normal(experts, n, k, seed=n).cuda(), "nvfp4_1d")
         for n, k in ((2 * inner, hidden), (hidden, inner))
-    )
-    out = moe.experts_w4a4(x, prob, expert, gate_up, down)
+    ]
+    prepared = [backend.prepare(w, decode=decode) for w in weights]
+    out = backend.fused.experts(x, prob, expert, experts, *prepared, (input, input))
+    gate_up, down = (backend.prepare(w) for w in weights)
     x_RH, token_R, rows_E, slot_R = ops.moe_permute(x, expert, experts)
-    h = backend.grouped_gemm(backend.quantize(x_RH, "nvfp4_row"), gate_up, rows_E, torch.bfloat16)
+    h = backend.grouped_gemm(backend.quantize(x_RH, input), gate_up, rows_E, torch.bfloat16)
     h = fused.swiglu(h, ("plain",)).plain
-    y = backend.grouped_gemm(backend.quantize(h, "nvfp4_row"), down, rows_E, torch.bfloat16)
+    y = backend.grouped_gemm(backend.quantize(h, input), down, rows_E, torch.bfloat16)
     wanted = ops.moe_combine(y, prob.flatten()[slot_R], token_R, tokens, strict=False)
     assert_same_bytes(out, wanted)
+    assert_same_bytes(ops.moe_combine(y, prob.flatten()[slot_R], token_R, tokens, False, backend.fused), wanted)
+
+
+def test_gradients_of_fused_steps_are_those_of_the_steps(backend):
+    tokens, top, inner = 50, 3, 64
+    gate_up = scale_rows(normal(tokens * top, 2 * inner), 13).cuda()
+    prob, expert = ops.route_topk(normal(tokens, 8, dtype=torch.float32, seed=14).cuda(), top)
+    _, token_R, _, slot_R = ops.moe_permute(gate_up[:tokens], expert, 8)
+    grads = []
+    for fused in (None, backend.fused):
+        leaves = [gate_up.clone().requires_grad_(), prob.flatten()[slot_R].clone().requires_grad_()]
+        h = ops.swiglu(leaves[0], False, fused)
+        out = ops.moe_combine(h, leaves[1], token_R, tokens, False, fused)
+        grads.append(torch.autograd.grad(out, leaves, normal(tokens, inner, seed=15).cuda()))
+    assert_same_bytes(grads[1][0], grads[0][0], "gate_up")
+    assert_same_bytes(grads[1][1], grads[0][1], "probabilities")
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_weight_gradients_by_expert(backend, rows):
+    dy, x = normal(sum(rows), 96, seed=16).cuda(), normal(sum(rows), 64, seed=17).cuda()
+    dw = backend.grouped_wgrad(dy, x, torch.tensor(rows, device="cuda"), torch.bfloat16)
+    assert dw.shape == (len(rows), 96, 64) and dw.dtype == torch.bfloat16
+    for dw_NK, dy_rN, x_rK in zip(dw, dy.split(rows), x.split(rows), strict=True):
+        assert_within_bound(dw_NK, dy_rN.double().T, x_rK.double().T, max(len(x_rK), 1))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import EDGE_INPUTS, normal  # noqa: E402
 
-from minite.backends.triton import quantize, rounding, tiles  # noqa: E402
+from minite.backends.triton import packed, quantize, rounding, tiles  # noqa: E402
 from minite.formats import block_scaled, nvfp4  # noqa: E402
 
 _sum = rounding._e2m1_sum
@@ -45,6 +45,35 @@ def differences(x, block, outer):
     return [f"{x.dtype} {list(x.shape)} {block} {outer}: {text}" for text in found if text]
 
 
+def unpacked(p, n, k):
+    """float64 [n, k]: what packed.cu makes of the words and scales of a matrix, in plain arithmetic."""
+
+    def bf16(bits):
+        return ((bits & 0xFFFF) << 16).to(torch.int32).view(torch.float32).double()
+
+    w = p.codes[0].to(torch.int64) & 0xFFFFFFFF  # [n / 16, k / 64, 32, 4]
+    shifted = [w << 3 * pair & 0x81C081C0 for pair in range(3)]
+    shifted.append(w << 1 & 0x80008000 | w >> 4 & 0x00C000C0 | w >> 5 & 0x01000100)
+    scale = bf16(p.scales[0].to(torch.int64) * 16 + 0x7000)  # [n / 16, k / 128, 8 g, 8 blocks, 2]
+    scale = scale.unflatten(3, (2, 4)).transpose(2, 3).flatten(1, 2)  # [n / 16, k / 64, 8 g, 4, 2]
+    out = torch.zeros(n // 16, 2, 8, k // 64, 4, 2, 4, 2, dtype=torch.float64)  # strip, 8 rows, g, 64, b, 8, t, even
+    for pair in range(4):
+        for odd in range(2):
+            value = bf16(shifted[pair] >> 16 * odd).unflatten(2, (8, 4)) * scale[..., None, :, pair % 2] * 256
+            out[:, pair % 2, :, :, :, pair // 2, :, odd] = value.permute(0, 2, 1, 4, 3)
+    return out.reshape(n, k)
+
+
+def packing_differs():
+    """Whether packed.pack loses a value; blocks of every size, so that scales are subnormal, and zero over codes."""
+    n, k = 32, 256
+    size = torch.exp2(torch.randint(-18, 3, (n, k // 16), generator=torch.Generator().manual_seed(1)).float())
+    q = nvfp4.quantize((normal(n, k).float() * size.repeat_interleave(16, 1)).bfloat16())
+    assert (q.block_scale.float() == 0).any() and (q.block_scale.view(torch.uint8) % 128 < 8).any()
+    equal = unpacked(packed.pack(q), n, k).equal(block_scaled(q, torch.float64))
+    return [] if equal else ["packed weight differs"]
+
+
 def main():
     tiles.e2m1_bytes = portable_bytes
     failures, count = [], 0
@@ -59,7 +88,8 @@ def main():
                 count += 1
     failures += differences(normal(3, 16, 64), (1, 16), "expert") + differences(normal(2, 768), (1, 16), "row")
     failures += differences(normal(0, 64), (1, 16), "row") + differences(normal(2, 2064), (1, 16), "row")
-    print("\n".join([*failures, f"{count + 4} cases, {len(failures)} failures"]))
+    failures += packing_differs()
+    print("\n".join([*failures, f"{count + 5} cases, {len(failures)} failures"]))
     sys.exit(bool(failures))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,11 @@ from minite.config.operands import OPERANDS
 from minite.formats import FormatError, QTensor, block_scaled
 from minite.formats.checks import check_finite, check_shape, given_amax
 
+if TYPE_CHECKING:  # it imports triton
+    from minite.backends.triton.packed import Packed
+
 _MIN_CAPABILITY = (9, 0)
+_NEEDS = {"triton": "triton", "cuda": "cuda-bindings"}  # module -> package
 _TMA_ALIGNMENT = 16  # bytes, of the first element and of rows
 _QUANTIZED = {  # operand name -> block, outer scale of a matrix
     "nvfp4_1d": ((1, 16), "tensor"),
@@ -42,10 +47,12 @@ class TritonBackend:
     kind = "emulated"
 
     def __init__(self, *, strict: bool) -> None:
-        from minite.backends.triton import grouped, quantize
+        from minite.backends.triton import grouped, packed, quantize
+        from minite.backends.triton.moe import FusedLayers
 
         self.strict = strict
-        self._kernels, self._grouped = quantize, grouped
+        self._kernels, self._grouped, self._packed = quantize, grouped, packed
+        self.fused = FusedLayers(self)
         self._torch = ReferenceBackend(strict=False)
 
     @staticmethod
@@ -55,8 +62,9 @@ class TritonBackend:
             return f"runs on CUDA devices, not on {device}"
         if strict:
             return "strict alignment needs sums that do not depend on the batch; its tiles depend on it"
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
+        missing = next((name for module, name in _NEEDS.items() if find_spec(module) is None), None)
+        if missing is not None:
+            return f"the package {missing} is not installed"
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         capability = torch.cuda.get_device_capability()
@@ -90,37 +98,60 @@ class TritonBackend:
             amax = amax.to(x_MK.device).reshape(shape)
         return self._kernels.quantize(x_MK, block, outer, amax)
 
-    def prepare(self, w: Operand) -> Prepared:
-        """A weight [N, K] or [E, N, K] as codes x block scales in bfloat16: 16 bits an element, read by every GEMM."""
+    def prepare(self, w: Operand, *, decode: bool = False) -> Prepared | Packed:
+        """A weight [N, K] or [E, N, K] as codes x block scales in bfloat16, 16 bits an element.
+
+        With ``decode``, where packed.cu can read it (NVFP4, sm_90, N % 16 == 0, K % 128 == 0), 4.5 bits an element.
+        """
         if isinstance(w, QTensor) and w.outer == "row":
             raise FormatError("triton: a weight with one outer scale per row; expected one per tensor or expert")
+        if decode and isinstance(w, QTensor) and self._packed.fits(w):
+            return self._packed.pack(w)
         return self._read(w)
 
-    def gemm(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype) -> Tensor:
+    def gemm(self, a_MK: Operand | Prepared, b_NK: object, out_dtype: torch.dtype) -> Tensor:
         """[M, N] = a_MK @ b_NK.T in out_dtype (bfloat16, float32). b_NK comes from prepare."""
-        assert isinstance(b_NK, Prepared)
         a = self._read(a_MK)
+        if isinstance(b_NK, self._packed.Packed):
+            if self._packed.takes(a, out_dtype):
+                return self._packed.gemm(_aligned(a), b_NK, out_dtype)
+            b_NK = self._read(b_NK.source)
+        assert isinstance(b_NK, Prepared)
         if not _for_kernel(a, b_NK, out_dtype):
-            return self._torch.gemm(a_MK, b_NK, out_dtype)
+            return self._torch.gemm(a, b_NK, out_dtype)
         b_1NK = Prepared(b_NK.values[None], b_NK.amax, b_NK.outer_max)
         return self._grouped.gemm(_aligned(a), _aligned(b_1NK), out_dtype)
 
-    def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def grouped_gemm(self, a_RK: Operand | Prepared, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
         """[R, N]: rows of a_RK, sorted by expert, each times its expert's weight.
 
         rows_E: integers on the device that sum to R. Never read by the host, so a wrong sum is not noticed.
         """
-        assert isinstance(b_ENK, Prepared)
         a = self._read(a_RK)
         rows_E = rows_E.to(a.values.device)
+        if isinstance(b_ENK, self._packed.Packed):
+            if self._packed.takes(a, out_dtype):
+                return self._packed.gemm(_aligned(a), b_ENK, out_dtype, rows_E)
+            b_ENK = self._read(b_ENK.source)
+        assert isinstance(b_ENK, Prepared)
         if _for_kernel(a, b_ENK, out_dtype):
             return self._grouped.gemm(_aligned(a), _aligned(b_ENK), out_dtype, rows_E)
         if _for_grouped_mm(a, b_ENK, out_dtype):
             ends_E = rows_E.cumsum(0, dtype=torch.int32)
             return F.grouped_mm(_aligned(a).values, b_ENK.values.transpose(1, 2), offs=ends_E)
-        return self._torch.grouped_gemm(a_RK, b_ENK, rows_E, out_dtype)
+        return self._torch.grouped_gemm(a, b_ENK, rows_E, out_dtype)
 
-    def _read(self, x: Operand) -> Prepared:
+    def grouped_wgrad(self, dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, dtype: torch.dtype) -> Tensor:
+        """[E, N, K] = dy_e.T @ x_e by expert, zeros for one without rows; the host does not wait for rows_E."""
+        rows_E = rows_E.to(x_RK.device)
+        if not _for_grouped_wgrad(dy_RN, x_RK, dtype):
+            return self._torch.grouped_wgrad(dy_RN, x_RK, rows_E, dtype)
+        ends_E = rows_E.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(dy_RN.contiguous().t(), x_RK.contiguous(), offs=ends_E)
+
+    def _read(self, x: Operand | Prepared) -> Prepared:
+        if isinstance(x, Prepared):
+            return x
         if not isinstance(x, QTensor):
             return Prepared(x, None)
         if x.format == "nvfp4":
@@ -145,6 +176,12 @@ def _for_grouped_mm(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> bool:
     k, n = a.values.shape[-1], b.values.shape[1]
     plain = a.amax is None and b.amax is None and a.values.dtype == b.values.dtype == out_dtype == torch.bfloat16
     return plain and a.values.shape[0] > 0 and k % 8 == 0 and n % 8 == 0
+
+
+def _for_grouped_wgrad(dy_RN: Tensor, x_RK: Tensor, dtype: torch.dtype) -> bool:
+    """As _for_grouped_mm; both operands are read along their rows."""
+    plain = dy_RN.dtype == x_RK.dtype == dtype == torch.bfloat16
+    return plain and len(x_RK) > 0 and dy_RN.shape[1] % 8 == 0 and x_RK.shape[1] % 8 == 0
 
 
 def _aligned(x: Prepared) -> Prepared:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minite.backends.reference import Prepared
 from minite.backends.triton import fused, grouped, moe, quantize
+from minite.backends.triton.backend import TritonBackend
 from minite.backends.triton.timing import Run, copy_bandwidth, medians
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP, LAYERS = 2048, 768, 128, 8, 48
@@ -100,6 +101,7 @@ def bench_moe() -> list[Row]:
     gate_up, down = _normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN), _normal(EXPERTS, HIDDEN, INTERMEDIATE)
     router = _normal(EXPERTS, HIDDEN)
     packed = [_prepared(w) for w in (gate_up, down)]
+    experts, inputs = TritonBackend(strict=False).fused.experts, ("nvfp4_row", "nvfp4_row")
     rows: list[Row] = []
     for tokens in (1024, 4096, TOKENS):
         x = _normal(tokens, HIDDEN)
@@ -111,7 +113,7 @@ def bench_moe() -> list[Row]:
         runs: dict[str, Run] = {
             "BF16": lambda x=x, routed=routed: moe_bf16(x, *routed(), gate_up, down),
             "BF16, our GEMM": lambda x=x, routed=routed: moe_bf16(x, *routed(), gate_up, down, ours=True),
-            "W4A4": lambda x=x, routed=routed: moe.experts_w4a4(x, *routed(), *packed),
+            "W4A4": lambda x=x, routed=routed: experts(x, *routed(), EXPERTS, *packed, inputs),
             "W4A4, torch GEMM": lambda x=x, routed=routed: experts_w4a4_torch(x, *routed(), *packed),
             "router alone": routed,
         }
@@ -137,7 +139,7 @@ def moe_bf16(
 
     h = fused.swiglu(product(x_TH[routing.token_R], gate_up), ("plain",))
     assert h.plain is not None
-    return moe.combine(product(h.plain, down), prob_Tk, routing)
+    return moe.combine(product(h.plain, down), prob_Tk, routing.position_Tk)
 
 
 def experts_w4a4_torch(x_TH: Tensor, prob_Tk: Tensor, expert_Tk: Tensor, gate_up: Prepared, down: Prepared) -> Tensor:
@@ -155,7 +157,7 @@ def experts_w4a4_torch(x_TH: Tensor, prob_Tk: Tensor, expert_Tk: Tensor, gate_up
     assert h.values is not None and h.amax is not None
     y_RH = F.grouped_mm(h.values, down.values.transpose(1, 2), offs=ends_E)
     factor_R = h.amax * down.amax[expert_R] * alpha
-    return moe.combine(y_RH, prob_Tk * factor_R[routing.position_Tk.long()], routing)
+    return moe.combine(y_RH, prob_Tk * factor_R[routing.position_Tk.long()], routing.position_Tk)
 
 
 def _prepared(w: Tensor) -> Prepared:
