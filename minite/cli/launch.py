@@ -33,7 +33,7 @@ def launch(args: argparse.Namespace) -> int:
     else:
         resume.check_new(config)
     if not args.dry_run:
-        refuse.check_checkpoint(config, plan)
+        refuse.check_checkpoint(Path(config.slime.checkpoint or config.model.checkpoint or ""), plan)
     files.write(prepared, directory)
     print(prepared.files["command.sh"], end="")
     print(f"# written to {directory}")

@@ -86,12 +86,11 @@ def _check_extra(config: RunConfig, decided: Collection[str]) -> None:
             raise UserError(f"{config.where('slime.extra')}: slime.extra has {flag}: {why}; remove it")
 
 
-def check_checkpoint(config: RunConfig, plan: PrecisionPlan) -> None:
-    """The directory of the engines holds what the plan says. Raises UserError naming the first difference.
+def check_checkpoint(directory: Path, plan: PrecisionPlan) -> None:
+    """The directory that the engines start from holds what the plan says. Raises UserError naming the first difference.
 
     slime sends BF16 for every quant_method that it does not know, without a word; such a directory is refused here.
     """
-    directory = Path(config.slime.checkpoint or config.model.checkpoint or "")
     file = directory / "config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")

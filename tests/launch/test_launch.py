@@ -40,7 +40,7 @@ def checkpoint(directory, config, **changes):
     directory.mkdir()
     text = json.dumps({**write_hf_config(config.model), "quantization_config": quantization})
     (directory / "config.json").write_text(text)
-    return f"slime.checkpoint={directory}"
+    return directory
 
 
 def test_values_reach_slime_under_its_names():
@@ -121,22 +121,22 @@ def test_every_flag_of_the_recipe_is_refused_in_extra():
 
 
 def test_the_checkpoint_must_hold_the_plan(tmp_path):
-    base = load()[0]
-    refuse.check_checkpoint(*load(checkpoint(tmp_path / "right", base)))
-    ignored = quantization_config(load()[1])["ignore"]
+    base, plan = load()
+    refuse.check_checkpoint(checkpoint(tmp_path / "right", base), plan)
+    ignored = quantization_config(plan)["ignore"]
     for name, change, expected in (
         ("method", {"quant_method": "modelopt_fp4"}, "quant_method is 'modelopt_fp4', the plan needs 'modelopt'"),
         ("algo", {"quant_algo": "W4A16_NVFP4"}, "quant_algo is 'W4A16_NVFP4'"),
         ("less", {"ignore": ignored[:-1]}, f"ignore lacks {ignored[-1]!r}"),
         ("more", {"ignore": [*ignored, "x"]}, "ignore has 'x', the plan has not"),
     ):
-        message = refusal(refuse.check_checkpoint, *load(checkpoint(tmp_path / name, base, **change)))
+        message = refusal(refuse.check_checkpoint, checkpoint(tmp_path / name, base, **change), plan)
         assert expected in message and "minite convert" in message
-    assert "is not readable" in refusal(refuse.check_checkpoint, *load(f"slime.checkpoint={tmp_path}/none"))
+    assert "is not readable" in refusal(refuse.check_checkpoint, tmp_path / "none", plan)
     bf16 = tmp_path / "bf16"
     bf16.mkdir()
     (bf16 / "config.json").write_text(json.dumps(write_hf_config(base.model)))
-    assert "holds BF16, but the plan" in refusal(refuse.check_checkpoint, *load(f"slime.checkpoint={bf16}"))
+    assert "holds BF16, but the plan" in refusal(refuse.check_checkpoint, bf16, plan)
 
 
 def saved_run(directory, digest, rollout=19, state_rollout=19):

@@ -57,3 +57,11 @@ def _module(name: str, **content: Any) -> None:
         module = sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
         module.__path__ = []
     vars(module).update(content)
+
+
+def install_actor() -> None:
+    """What slime's actor and its weight updaters import beside that; none of it is called in the tests."""
+    _module("sglang.srt.utils", MultiprocessingSerializer=object)
+    _module("sglang.srt.utils.patch_torch", monkey_patch_torch_reductions=lambda: None)
+    _module("sglang.srt.weight_sync.tensor_bucket", FlattenedTensorBucket=object)
+    _module("torch_memory_saver", torch_memory_saver=types.SimpleNamespace())

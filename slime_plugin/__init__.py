@@ -1,0 +1,1 @@
+"""miniTE in slime: hooks that slime loads by name. See README.md."""
