@@ -52,6 +52,20 @@ def _tell(report: Report, target: Path) -> None:
         )
 
 
+def inspect(args: argparse.Namespace) -> int:
+    """Say what a checkpoint directory holds and which rules it breaks. Exit code 2 when a broken rule makes some reader
+    fail or compute wrong numbers, 0 when there are only warnings and notes."""
+    import json
+
+    from minite.cli.progress import ByteProgress
+    from minite.sync.inspect import inspect_directory
+
+    with ByteProgress(args.path.name) as progress:
+        inspection = inspect_directory(args.path, verify=args.verify, progress=progress)
+    print(json.dumps(inspection.json(), indent=1) if args.json else inspection.text())
+    return 2 if inspection.broken else 0
+
+
 def add(command: Command) -> None:
     """Adds this file's commands."""
     recipe = "--recipe recipes/qwen3_30b_a3b_w4a4_grpo.yaml"
@@ -74,3 +88,12 @@ def add(command: Command) -> None:
         help="NVFP4 sources whose fused modules have several outer scales: keep them (default) or make one of them",
     )
     add_override(added)
+    added = command(
+        inspect,
+        "Qwen3-30B-A3B-NVFP4",
+        "Qwen3-30B-A3B-NVFP4 --verify",
+        "someone-elses-NVFP4 --json | jq .findings",
+    )
+    added.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
+    added.add_argument("--json", action="store_true", help="everything, module by module")
+    added.add_argument("--verify", action="store_true", help="compare every tensor with what minite convert wrote")

@@ -25,7 +25,7 @@ def render(plan: PrecisionPlan) -> str:
         e, count = line.entry, len(line.numbers)
         rows.append(
             (
-                _ranges(line),
+                ranges(line.entry.name, line.numbers),
                 str(count),
                 f"[{e.n}, {e.k}]",
                 e.format,
@@ -86,11 +86,12 @@ def _collapse(entries: Sequence[PlanEntry]) -> list[_Line]:
     return list(lines.values())
 
 
-def _ranges(line: _Line) -> str:
-    """model.layers.[1-46].mlp.experts.[0-127].gate_proj. Each number is ranged on its own; the count column tells when
-    rules that name single experts leave holes."""
-    axes = iter([_spans(sorted(set(axis))) for axis in zip(*line.numbers, strict=True)])
-    return ".".join(next(axes) if s.isdigit() else s for s in line.entry.name.split("."))
+def ranges(name: str, numbers: Sequence[tuple[int, ...]]) -> str:
+    """model.layers.[1-46].mlp.experts.[0-127].gate_proj, of one of the names and the numbers in all of them.
+
+    Each number is ranged on its own; only a count tells when rules that name single experts leave holes."""
+    axes = iter([_spans(sorted(set(axis))) for axis in zip(*numbers, strict=True)])
+    return ".".join(next(axes) if s.isdigit() else s for s in name.split("."))
 
 
 def _spans(values: Sequence[int]) -> str:

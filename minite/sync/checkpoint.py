@@ -101,7 +101,7 @@ class Checkpoint:
         if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
             raise UserError(f"{path}: expected weight_map to be an object of tensor: file name; copy it again")
         for file in set(listed.values()):
-            if Path(file).name != file or not file.endswith(".safetensors"):
+            if Path(file).name != file or not file.isprintable() or not file.endswith(".safetensors"):
                 raise UserError(f"{path}: lists {file!r}; expected the plain name of a .safetensors file beside it")
         return listed
 

@@ -51,12 +51,27 @@ MEMBER_OF = {member: fused for fused, members in FUSED.items() for member in mem
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}  # beside the weight of k_proj and v_proj
 NOT_LINEAR = ("embed_tokens", "norm")  # endings of modules with a weight that no quantizer touches
 UNUSED = (".rotary_emb.inv_freq", "lm_head.weight")  # old Llama files have the first, some tied models the second
+_KNOWN_PARTS = {
+    *(part for scheme in SCHEMES for part in (scheme.codes, scheme.block, scheme.outer, scheme.input) if part),
+    *(AMAX, "bias", *KV_SCALES.values()),
+}
 
 
 def tensor_name(container: str, part: str, names: Container[str]) -> str | None:
     """The name under which ``names`` hold a part of a module or of a fused expert parameter; None if they do not."""
     spelled = [f"{container}.{part}", f"{container}_{part}", *([container] if part == "weight" else [])]
     return next((name for name in spelled if name in names), None)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(module, part) of any tensor's name: ("x.up_proj", "weight_scale") also for x.up_proj_weight_scale."""
+    head, _, tail = name.rpartition(".")
+    if tail in _KNOWN_PARTS:
+        return head, tail
+    stem, found, part = tail.partition("_proj_")
+    if found and part in _KNOWN_PARTS:
+        return f"{head}.{stem}_proj", part
+    return name, "weight"
 
 
 def scheme_of(container: str, names: Container[str]) -> Scheme | None:

@@ -35,6 +35,8 @@ _ORDER = (
 )  # fmt: skip
 MAX_AXES, MAX_SIZE = 8, 1 << 40  # of a shape: more is nonsense, and empty tensors of any shape pass the library
 
+MAX_NAME = 512  # characters, of names that end up on terminals
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -64,6 +66,8 @@ class TensorFile:
         self.slots: dict[str, Slot] = {}
         for name, entry in entries.items():
             shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+            if not name.isascii() or not name.isprintable() or len(name) > MAX_NAME:
+                raise UserError(f"{path}: {name[:40]!r} is no name; expected up to {MAX_NAME} printable characters")
             if len(shape) > MAX_AXES or max(shape, default=0) > MAX_SIZE:
                 got = f"{len(shape)} axes" if len(shape) > MAX_AXES else f"an axis of {max(shape)}"
                 raise UserError(f"{path}: {name} has {got}; expected at most {MAX_AXES} axes of at most 2^40")

@@ -49,6 +49,7 @@ def test_a_part_of_the_first_axis(tmp_path):
         ({"weight_map": {"a": 1}}, "expected weight_map to be an object"),
         ({"weight_map": {"a": "../d/1.safetensors"}}, "lists '../d/1.safetensors'; expected the plain name"),
         ({"weight_map": {"a": "/etc/1.safetensors"}}, "expected the plain name"),
+        ({"weight_map": {"a": "a\0.safetensors"}}, "expected the plain name"),
         ({"weight_map": {"a": ".."}}, "expected the plain name"),
         ({"weight_map": {"a": "config.json"}}, "expected the plain name of a .safetensors"),
         ({"weight_map": {"a": "3.safetensors"}}, "3.safetensors is missing"),

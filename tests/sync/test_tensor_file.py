@@ -21,7 +21,7 @@ def tensors() -> dict[str, torch.Tensor]:
         for dtype in DTYPES.values()
         for i in (0, 1)
     }
-    return named | {"number": torch.tensor(1.5), 'é"\\\n': torch.ones(0, 3), "Z": torch.ones(1), "a": torch.ones(1)}
+    return named | {"number": torch.tensor(1.5), 'e"\\': torch.ones(0, 3), "Z": torch.ones(1), "a": torch.ones(1)}
 
 
 def write(path, named, order=None) -> None:
@@ -83,6 +83,8 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)) -> dict[str, object]:
         ({"__metadata__": {"x": 1}}, b"", "damaged"),
         ({"a": entry("U8", (0, 1 << 62), (0, 0))}, b"", "a has an axis of 4611686018427387904"),
         ({"a": entry("U8", [1] * 9, (0, 1))}, b"1", "a has 9 axes"),
+        ({"a\x1b[2J": entry()}, b"1234", "is no name; expected up to 512 printable"),
+        ({"a" * 600: entry()}, b"1234", "is no name"),
         (TWICE, b"1", "key 'a' stands there twice"),
     ],
 )
