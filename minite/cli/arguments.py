@@ -29,7 +29,7 @@ def commands_of(parser: argparse.ArgumentParser) -> Command:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: Run, *examples: str) -> argparse.ArgumentParser:
-        about, name = (run.__doc__ or "").strip(), run.__name__
+        about, name = (run.__doc__ or "").strip(), run.__name__.rstrip("_")  # eval_ must not hide Python's eval
         added: argparse.ArgumentParser = commands.add_parser(
             name,
             help=about.partition(". ")[0].rstrip("."),

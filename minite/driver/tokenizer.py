@@ -75,7 +75,8 @@ class HuggingFaceTokenizer:
         self.pad_id = self.eos_id if pad is None else int(pad)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False))
+        # verbose would warn of texts longer than the model's context, which nobody feeds to it in one piece
+        return list(self._inner.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_prompt(self, text: str) -> list[int]:
         if not self._chat:

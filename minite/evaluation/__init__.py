@@ -1,0 +1,1 @@
+"""How good a checkpoint still is under a precision plan. See README.md."""

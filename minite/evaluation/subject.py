@@ -1,0 +1,58 @@
+"""A checkpoint under one plan, ready to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minite.backends.device import use_cuda
+from minite.config import RunConfig, resolve_plan
+from minite.driver.tokenizer import Tokenizer, make_tokenizer
+from minite.learner import hf
+from minite.models import get_model
+from minite.sampler.embedded import EmbeddedEngine
+from minite.sampler.engine import Request, SamplingParams
+from minite.sync.export import pack
+from minite.sync.stored import MODEL_DTYPES
+from minite.sync.transport import package
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a task examines."""
+
+    config: RunConfig
+    engine: EmbeddedEngine
+    tokenizer: Tokenizer
+
+    def logprobs(self, sequences: list[list[int]]) -> Iterator[list[float]]:
+        """Of every token but the first of each sequence. [nats]"""
+        return (scores_T.tolist() for scores_T in self.engine.logprobs(sequences))
+
+    def greedy(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+        """The most likely continuation of each prompt, the end of the response left out."""
+        params = SamplingParams(max_new_tokens, temperature=0.0, stop_token_ids=(self.tokenizer.eos_id,))
+        requests = [
+            Request(str(i), tuple(self.tokenizer.encode_prompt(prompt)), params) for i, prompt in enumerate(prompts)
+        ]
+        eos = self.tokenizer.eos_id
+        return [[token for token in done.tokens if token != eos] for done in self.engine.generate(requests)]
+
+
+def load(checkpoint: Path, config: RunConfig) -> Subject:
+    """The weights of a BF16 or FP32 Hugging Face directory, quantized by the recipe's plan, in the built-in engine.
+
+    Raises UserError for a directory that does not hold the recipe's model, and for a tokenizer that is missing.
+    """
+    tokenizer, plan = make_tokenizer(config), resolve_plan(config)
+    read, dtype = hf.reader(checkpoint, config), MODEL_DTYPES[config.model.dtype]
+    shapes = get_model(config.model.kind).hf_tensors(config.model)
+    engine = EmbeddedEngine(config, plan, "cuda" if use_cuda(config.sampler.device) else "cpu")
+    named = ((name, read(name, shape).to(engine.device, dtype)) for name, shape in shapes.items())
+    buckets, version = package(pack(plan, named, engine.model.backend, shapes=shapes), 0, plan.digest)
+    engine.begin_update(version)
+    for bucket in buckets:
+        engine.load_bucket(bucket)
+    engine.finish_update()
+    return Subject(config, engine, tokenizer)
