@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ def needs_slime() -> tuple[Path, Path]:
 def in_slime(script: str, *arguments: str) -> str:
     """The output of a script of this folder in a process of its own, which may import slime by stand_ins."""
     slime, megatron = needs_slime()
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(Path(__file__).with_name(script)), str(slime), str(megatron), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout

@@ -22,12 +22,15 @@ import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from slime.backends.megatron_utils import loss as slime_loss  # noqa: E402
 
-from minite.config import config_to_dict, load_recipe, resolve_plan  # noqa: E402
+from minite.config import config_from_dict, config_to_dict, load_recipe, resolve_plan  # noqa: E402
+from minite.errors import UserError  # noqa: E402
 from minite.launch.slime_args import HOOKS, MODEL  # noqa: E402
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VOCAB = 32
+LENGTHS = [(4, 9), (3, 5), (2, 12)]  # (prompt, response) of a microbatch
 
 
 def start() -> None:
@@ -86,3 +89,43 @@ def microbatch(lengths: list[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
         "rollout_mask_sums": [mask.sum() for mask in masks],
         "advantages": [torch.full((r,), a) for (_, r), a in zip(lengths, (1.5, -0.5, -1.0), strict=False)],
     }
+
+
+def recipe(args: Any) -> tuple[Any, Any]:
+    config = config_from_dict(args.minite["recipe"], "test")
+    return config, resolve_plan(config)
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Under the two wrappers (DDP, Float16Module) that slime's names begin with."""
+    for _ in range(2):
+        outer = torch.nn.Module()
+        outer.module, outer.config = model, model.config
+        model = outer
+    return model
+
+
+def logits(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """As slime calls the model."""
+    result: torch.Tensor = model(
+        input_ids=batch["tokens"], position_ids=None, attention_mask=None, labels=None,
+        packed_seq_params=batch["packed_seq_params"], loss_mask=None,
+    )  # fmt: skip
+    return result
+
+
+def log_probs(args: Any, model: torch.nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
+    lists = slime_loss.get_log_probs_and_entropy(
+        logits(model, batch), args=args, unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"], response_lengths=batch["response_lengths"],
+    )[1]  # fmt: skip
+    return [x.detach() for x in lists["log_probs"]]
+
+
+def refused(call: Any, expected: str) -> None:
+    try:
+        call()
+    except UserError as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError(f"not refused: {expected}")
