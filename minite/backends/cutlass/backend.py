@@ -1,0 +1,138 @@
+"""The backend "native": NVFP4 x NVFP4 on FP4 tensor cores (B200, B300). Everything else is the backend "triton".
+
+Codes and scales are the reference's to the bit; sums are the tensor core's, outer scales in the reference's order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minite.backends.base import Fused, Operand
+from minite.backends.cutlass import ops
+from minite.backends.cutlass.build import ARCHITECTURES, library_file
+from minite.backends.cutlass.library import architecture_of
+from minite.backends.cutlass.weights import NativeWeight
+from minite.backends.triton.backend import TritonBackend
+from minite.config.operands import OPERANDS
+from minite.errors import UserError
+from minite.formats import FormatError, QTensor
+from minite.formats.checks import check_finite, check_shape, given_amax
+
+_FIRST = 100  # sm_100: the first with FP4 tensor cores
+_QUANTIZED = {  # operand name -> rows of a block, one outer scale per row
+    "nvfp4_1d": (1, False),
+    "nvfp4_2d": (16, False),
+    "nvfp4_row": (1, True),
+    "nvfp4_tensor": (1, False),
+}
+
+
+class NativeBackend:
+    """Implements backends.base.Backend. NaN and Inf: as in TritonBackend, raised for weights, shown by activations."""
+
+    name = "native"
+    kind = "native"
+    fused: Fused | None = None  # layers go step by step: triton's stretches would multiply emulated
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+        self._emulation = TritonBackend(strict=False)
+
+    @staticmethod
+    def refused(device: str, strict: bool) -> str | None:
+        """Why this backend cannot run there; None: it can."""
+        if device != "cuda":
+            return f"runs on CUDA devices, not on {device}"
+        if strict:
+            return "strict alignment needs sums that do not depend on the batch; the tensor core fixes its own order"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        capability = torch.cuda.get_device_capability()
+        architecture = architecture_of(capability)
+        if architecture is None or architecture.number < _FIRST:
+            known = ", ".join(a.name for a in ARCHITECTURES.values() if a.number >= _FIRST)
+            return "needs FP4 tensor cores ({}); this GPU is sm_{}{}".format(known, *capability)
+        if library_file(architecture) is None:
+            return f"its kernels are not built; run scripts/build_kernels --arch {architecture.name}"
+        emulation = TritonBackend.refused(device, strict)
+        return None if emulation is None else f"what is not NVFP4 runs in the backend triton: {emulation}"
+
+    def unsupported_reason(self, op: str, weight: str, input: str) -> str | None:
+        """None for every pair of operand names in config.operands."""
+        return self._emulation.unsupported_reason(op, weight, input)
+
+    def quantize(
+        self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Operand:
+        """As formats.quantize_operand, byte for byte. BF16 NVFP4 by the library, the rest by triton."""
+        if how not in _QUANTIZED or x_MK.dtype != torch.bfloat16:
+            return self._emulation.quantize(x_MK, how, amax=amax, generator=generator)
+        block_rows, by_row = _QUANTIZED[how]
+        outer = "row" if by_row else "expert" if x_MK.ndim == 3 else "tensor"
+        x_MK = x_MK.detach().contiguous()
+        check_shape(x_MK, (block_rows, 16), outer, how)
+        x_RK = x_MK.flatten(0, -2)
+        if by_row:
+            if amax is not None and (amax.dtype != torch.float32 or amax.shape != x_MK.shape[:-1]):
+                got, want = f"{amax.dtype} {list(amax.shape)}", f"float32 {list(x_MK.shape[:-1])}"
+                raise FormatError(f"native: {how}: amax is {got}; expected {want}")
+            given = None if amax is None else amax.flatten().contiguous()
+            codes, scales, measured = ops.quantize(x_RK, given, None, None, False, 1, False)
+            outer_amax = measured.view(x_MK.shape[:-1]) if amax is None else amax
+        else:
+            slices = x_MK.shape[0] if outer == "expert" else 1
+            outer_amax = ops.amax(x_MK, slices).view(x_MK.shape[:1] if outer == "expert" else ())
+            if "weight" in OPERANDS[how].roles:
+                check_finite(x_MK, outer_amax, "nvfp4", how)
+                outer_amax = outer_amax if amax is None else given_amax(amax, outer_amax, "nvfp4", how)
+            elif amax is not None:
+                outer_amax = amax.to(x_MK.device)
+            codes, scales, _ = ops.quantize(
+                x_RK, outer_amax.reshape(-1).contiguous(), None, None, False, block_rows, False
+            )
+        *lead, k = x_MK.shape
+        block_scale = scales.view(torch.float8_e4m3fn).view(*lead, k // 16)
+        return QTensor("nvfp4", codes.view(*lead, k // 2), block_scale, outer_amax, tuple(x_MK.shape), (block_rows, 16))
+
+    def prepare(self, w: Operand, *, decode: bool = False) -> object:
+        """An NVFP4 weight [N, K] or [E, N, K] as codes and swizzled scales, 4.5 bits an element; others as triton's."""
+        if not isinstance(w, QTensor) or w.format != "nvfp4":
+            return self._emulation.prepare(w, decode=decode)
+        if w.outer == "row":
+            raise FormatError("native: a weight with one outer scale per row; expected one per tensor or expert")
+        return NativeWeight.of(w, self._emulation)
+
+    def gemm(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype) -> Tensor:
+        """[M, N] = a_MK @ b_NK.T in out_dtype (bfloat16, float32). b_NK comes from prepare."""
+        if not isinstance(b_NK, NativeWeight):
+            return self._emulation.gemm(a_MK, b_NK, out_dtype)
+        if not isinstance(a_MK, QTensor) or a_MK.format != "nvfp4":
+            return self._emulation.gemm(a_MK, b_NK.emulated, out_dtype)
+        return _multiply(a_MK, b_NK, None, out_dtype)
+
+    def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """[R, N]: rows of a_RK, sorted by expert, each times its expert's weight. rows_E stays on the device."""
+        if not isinstance(b_ENK, NativeWeight):
+            return self._emulation.grouped_gemm(a_RK, b_ENK, rows_E, out_dtype)
+        if not isinstance(a_RK, QTensor) or a_RK.format != "nvfp4":
+            return self._emulation.grouped_gemm(a_RK, b_ENK.emulated, rows_E, out_dtype)
+        return _multiply(a_RK, b_ENK, ops.expert_offsets(rows_E.to(a_RK.device)), out_dtype)
+
+    def grouped_wgrad(self, dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, dtype: torch.dtype) -> Tensor:
+        """[E, N, K] = dy_e.T @ x_e by expert, in BF16."""
+        return self._emulation.grouped_wgrad(dy_RN, x_RK, rows_E, dtype)
+
+
+def _multiply(a: QTensor, b: NativeWeight, offsets: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise UserError(f"native: results are bfloat16 or float32, not {out_dtype}; use precision.backend=reference")
+    if offsets is None and not b.dense:
+        raise FormatError("native.gemm: a weight of experts; expected [N, K]; use grouped_gemm")
+    assert a.block_scale is not None and a.amax is not None and a.layout == "linear"
+    m = a.codes.shape[0]
+    a_tiles = ops.swizzle(a.block_scale.view(torch.uint8).contiguous(), offsets)
+    alpha = 1 / (a.outer_max * b.source.outer_max)
+    row_amax = a.amax.expand(m).contiguous()
+    out: Tensor = ops.gemm(a.codes.contiguous(), a_tiles, row_amax, b.codes, b.tiles, b.amax, offsets, alpha, out_dtype)
+    return out

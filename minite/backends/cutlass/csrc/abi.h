@@ -1,0 +1,70 @@
+// The C interface of the library: one library per architecture, the same symbols in each. No torch, no C++ types.
+// Every call only enqueues on `stream`: it allocates nothing, waits for nothing, and may be captured in a CUDA graph.
+// minite/backends/cutlass/library.py mirrors these structs.
+#pragma once
+#include <stdint.h>
+
+#define MINITE_ABI 1
+#define MINITE_API extern "C" __attribute__((visibility("default")))
+
+// Return codes: 0, a CUDA error (> 0), or one of these.
+enum MiniteStatus {
+  kMiniteNoSuchConfig = -1,
+  kMiniteSmallWorkspace = -2,
+  kMiniteCannotImplement = -3,  // CUTLASS refuses the problem (alignment, an extent)
+  kMiniteNoSuchShape = -4,      // a quantizer does not take this K
+};
+
+// d[m, n] = (sum_k a[m, k] b[n, k] * alpha) * (weight_amax[g] * row_amax[m]), rounded once to the type of d.
+// a, b: packed E2M1 with swizzled E4M3 scales (sm_100a, sm_103a) or BF16 codes x block scales, scales null (sm_90a).
+struct MiniteGemm {
+  const void* a;             // [m, k]: all rows, sorted by group
+  const void* a_scales;      // group g begins at row scale_starts[g], a multiple of 128
+  const void* b;             // [groups, n, k]
+  const void* b_scales;      // each group's rows padded to 128
+  void* d;                   // [m, n]
+  const float* row_amax;     // [m]
+  const float* weight_amax;  // [groups]
+  const int32_t* starts;     // [groups + 1] on the device: rows of group g are starts[g] .. starts[g + 1]; grouped only
+  const int32_t* scale_starts;  // [groups + 1] on the device; grouped only
+  void* workspace;
+  void* stream;
+  int64_t workspace_bytes;
+  int32_t config, m, n, k, groups, multiprocessors;
+  float alpha;
+};
+
+// Where block scales go. tiles null: scales [rows, k / 16] in order. Otherwise swizzled tiles of 128 x 4: without
+// starts for one matrix, with them for rows sorted by expert, each expert padded by itself.
+struct MiniteScales {
+  uint8_t* linear;
+  uint8_t* tiles;
+  const int32_t* starts;        // [experts + 1]
+  const int32_t* scale_starts;  // [experts + 1], multiples of 128
+  int32_t experts;
+};
+
+struct MiniteQuantize {
+  const void* x;              // BF16; 16-byte aligned
+  const int64_t* source_row;  // [rows] or null: row r is read from x[source_row[r]]
+  const float* amax_in;       // null: measured (row scaling only)
+  float* amax_out;            // [rows]; written when measured
+  uint8_t* codes;             // [rows, k / 2], low nibble = even column
+  MiniteScales scales;
+  void* stream;
+  int64_t rows;
+  int64_t rows_per_amax;  // 1: amax_in[r]; n: amax_in[r / n]
+  int32_t k;
+  int32_t block_rows;  // 1, or 16 for 16x16 blocks with amax_in given
+  int32_t swiglu;      // 1: x is [rows, 2k], gate first; what is quantized is BF16(silu(gate) * up)
+};
+
+MINITE_API int minite_abi();
+MINITE_API int minite_architecture();  // 90, 100 or 103
+MINITE_API int64_t minite_dense_workspace(const MiniteGemm*);
+MINITE_API int64_t minite_grouped_workspace(const MiniteGemm*);
+MINITE_API int minite_dense_gemm(const MiniteGemm*);
+MINITE_API int minite_grouped_gemm(const MiniteGemm*);
+MINITE_API int minite_quantize(const MiniteQuantize*);
+MINITE_API int minite_swizzle(const uint8_t* linear, int64_t rows, int32_t columns, const MiniteScales*, void* stream);
+MINITE_API int minite_amax(const void* x, int64_t slices, int64_t elements, float* amax, void* stream);

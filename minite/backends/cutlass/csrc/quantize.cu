@@ -1,0 +1,187 @@
+// Quantizers and what moves block scales. Bound by memory: a row is read once, 16 bytes at a time, and kept in registers
+// between its amax and its codes.
+#include <cuda_runtime.h>
+
+#include "abi.h"
+#include "nvfp4.cuh"
+
+namespace minite {
+constexpr int kWarp = 32, kWarps = 8;
+constexpr float kOuterMax = 2688.0f;
+
+__device__ Block load(const uint16_t* at) {
+  const uint4* p = reinterpret_cast<const uint4*>(at);
+  const uint4 low = __ldg(p), high = __ldg(p + 1);
+  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+}
+
+// BF16(silu(gate) * up), as layers.ops.swiglu: silu in float32, the product rounded once.
+__device__ float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+
+__device__ Block swiglu(const Block& gate, const Block& up) {
+  Block out;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t even = bf16_bits(silu_times(even_column(gate.word[i]), even_column(up.word[i])));
+    const uint32_t odd = bf16_bits(silu_times(odd_column(gate.word[i]), odd_column(up.word[i])));
+    out.word[i] = even | odd << 16;
+  }
+  return out;
+}
+
+// Row of the tiles that holds the scales of row r.
+__device__ int64_t tile_row(const MiniteScales& s, int64_t r) {
+  if (s.starts == nullptr) return r;
+  int low = 0, high = s.experts - 1;  // the last expert that begins at or before r and is not empty
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (s.starts[middle] <= r) low = middle;
+    else high = middle - 1;
+  }
+  return s.scale_starts[low] + (r - s.starts[low]);
+}
+
+__device__ void store(const MiniteQuantize& q, int64_t r, int64_t scale_row, int column, const Encoded& e) {
+  const int columns = q.k / kBlock, columns4 = (columns + 3) / 4;
+  *reinterpret_cast<uint2*>(q.codes + r * (q.k / 2) + column * 8) = make_uint2(e.codes[0], e.codes[1]);
+  if (q.scales.tiles == nullptr) {
+    q.scales.linear[r * columns + column] = e.scale;
+    return;
+  }
+  q.scales.tiles[tile_offset(scale_row, column, columns4)] = e.scale;
+  if (column == columns - 1)  // the GEMM reads whole tiles: a NaN there would spoil the row
+    for (int pad = columns; pad < 4 * columns4; ++pad) q.scales.tiles[tile_offset(scale_row, pad, columns4)] = 0;
+}
+
+__device__ Block read(const MiniteQuantize& q, const uint16_t* row, int column) {
+  const Block x = load(row + column * kBlock);
+  return q.swiglu ? swiglu(x, load(row + q.k + column * kBlock)) : x;
+}
+
+// A warp takes a row; lane l the blocks l, l + 32, ... kHeld: blocks a lane keeps; 0: any number, read twice.
+template <int kHeld>
+__global__ void __launch_bounds__(kWarp* kWarps) quantize_rows(const MiniteQuantize q) {
+  const int lane = threadIdx.x % kWarp, columns = q.k / kBlock;
+  const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (r >= q.rows) return;
+  const int64_t source = q.source_row == nullptr ? r : q.source_row[r];
+  const uint16_t* row = static_cast<const uint16_t*>(q.x) + source * q.k * (q.swiglu ? 2 : 1);
+  Block held[kHeld > 0 ? kHeld : 1];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (lane + kWarp * i < columns) held[i] = read(q, row, lane + kWarp * i);
+  float amax;
+  if (q.amax_in == nullptr) {
+    uint32_t largest = 0;
+    if constexpr (kHeld > 0) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i)
+        if (lane + kWarp * i < columns) largest = max(largest, amax_bits(held[i]));
+    } else {
+      for (int c = lane; c < columns; c += kWarp) largest = max(largest, amax_bits(read(q, row, c)));
+    }
+    amax = as_float(__reduce_max_sync(0xFFFFFFFFu, largest));
+    if (lane == 0) q.amax_out[r] = amax;
+  } else {
+    amax = q.amax_in[r / q.rows_per_amax];
+  }
+  const float outer = outer_encode(amax, kOuterMax), outer_decode = 1.0f / outer;
+  const int64_t scale_row = q.scales.tiles == nullptr ? 0 : tile_row(q.scales, r);
+  if constexpr (kHeld > 0) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int c = lane + kWarp * i;
+      if (c < columns) store(q, r, scale_row, c, encode(held[i], as_float(amax_bits(held[i])), outer, outer_decode));
+    }
+  } else {
+    for (int c = lane; c < columns; c += kWarp) {
+      const Block x = read(q, row, c);
+      store(q, r, scale_row, c, encode(x, as_float(amax_bits(x)), outer, outer_decode));
+    }
+  }
+}
+
+// 16x16 blocks: half a warp takes one, a lane one of its rows; the scale is repeated over the 16 rows.
+__global__ void __launch_bounds__(kWarp* kWarps) quantize_squares(const MiniteQuantize q) {
+  const int lane = threadIdx.x % kWarp, columns = q.k / kBlock;
+  const int64_t block = (int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp) * 2 + lane / kBlock;
+  if (block >= q.rows / kBlock * columns) return;
+  const int column = int(block % columns);
+  const int64_t r = block / columns * kBlock + lane % kBlock;
+  const Block x = load(static_cast<const uint16_t*>(q.x) + r * q.k + column * kBlock);
+  const float block_amax = as_float(__reduce_max_sync(0xFFFFu << (lane & kBlock), amax_bits(x)));
+  const float outer = outer_encode(q.amax_in[r / q.rows_per_amax], kOuterMax);
+  store(q, r, q.scales.tiles == nullptr ? 0 : tile_row(q.scales, r), column, encode(x, block_amax, outer, 1.0f / outer));
+}
+
+// One thread a row and four columns.
+__global__ void swizzle(const uint8_t* linear, int64_t rows, int columns, MiniteScales s) {
+  const int columns4 = (columns + 3) / 4;
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= rows * columns4) return;
+  const int64_t r = i / columns4;
+  const int first = int(i % columns4) * 4;
+  uint32_t four = 0;
+  for (int j = 0; j < 4; ++j)
+    if (first + j < columns) four |= uint32_t(linear[r * columns + first + j]) << (8 * j);
+  *reinterpret_cast<uint32_t*>(s.tiles + tile_offset(tile_row(s, r), first, columns4)) = four;
+}
+
+// blockIdx.y: the slice. Magnitudes are compared as bits, NaN the largest.
+__global__ void amax(const uint16_t* x, int64_t blocks, uint32_t* out) {
+  const uint16_t* slice = x + int64_t(blockIdx.y) * blocks * kBlock;
+  uint32_t largest = 0;
+  const int64_t step = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < blocks; i += step)
+    largest = max(largest, amax_bits(load(slice + i * kBlock)));
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if (threadIdx.x % kWarp == 0) atomicMax(out + blockIdx.y, largest);
+}
+
+unsigned blocks_for(int64_t items, int64_t per_block) { return unsigned((items + per_block - 1) / per_block); }
+}  // namespace minite
+
+int minite_abi() { return MINITE_ABI; }
+int minite_architecture() { return MINITE_ARCHITECTURE; }
+
+int minite_quantize(const MiniteQuantize* q) {
+  using namespace minite;
+  auto stream = static_cast<cudaStream_t>(q->stream);
+  const int columns = q->k / kBlock;
+  if (q->k % kBlock != 0 || (q->block_rows == kBlock && (q->amax_in == nullptr || q->rows % kBlock != 0)))
+    return kMiniteNoSuchShape;
+  if (q->rows == 0) return 0;
+  const unsigned rows = blocks_for(q->rows, kWarps);
+  if (q->block_rows == kBlock)
+    quantize_squares<<<blocks_for(q->rows / kBlock * columns, 2 * kWarps), kWarp * kWarps, 0, stream>>>(*q);
+  else if (columns <= kWarp)
+    quantize_rows<1><<<rows, kWarp * kWarps, 0, stream>>>(*q);
+  else if (columns <= 2 * kWarp)
+    quantize_rows<2><<<rows, kWarp * kWarps, 0, stream>>>(*q);
+  else if (columns <= 4 * kWarp)
+    quantize_rows<4><<<rows, kWarp * kWarps, 0, stream>>>(*q);
+  else
+    quantize_rows<0><<<rows, kWarp * kWarps, 0, stream>>>(*q);
+  return int(cudaPeekAtLastError());
+}
+
+int minite_swizzle(const uint8_t* linear, int64_t rows, int32_t columns, const MiniteScales* scales, void* stream) {
+  const int64_t items = rows * ((columns + 3) / 4);
+  if (items == 0) return 0;
+  minite::swizzle<<<minite::blocks_for(items, 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(linear, rows, columns,
+                                                                                                *scales);
+  return int(cudaPeekAtLastError());
+}
+
+int minite_amax(const void* x, int64_t slices, int64_t elements, float* amax, void* stream) {
+  auto on = static_cast<cudaStream_t>(stream);
+  if (elements % minite::kBlock != 0) return kMiniteNoSuchShape;
+  if (slices == 0) return 0;
+  if (const cudaError_t error = cudaMemsetAsync(amax, 0, slices * sizeof(float), on)) return int(error);
+  if (elements == 0) return 0;
+  const int64_t blocks = elements / minite::kBlock;
+  const unsigned width = min(minite::blocks_for(blocks, 4 * 256), 1024u);
+  minite::amax<<<dim3(width, unsigned(slices)), 256, 0, on>>>(static_cast<const uint16_t*>(x), blocks,
+                                                              reinterpret_cast<uint32_t*>(amax));
+  return int(cudaPeekAtLastError());
+}
