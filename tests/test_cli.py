@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from minite import __version__, cli
+from minite.backends.bench_quantize import Rate
 from minite.driver.bench import PHASES, StepTimes
 from minite.errors import ProcessDied, UserError
 
@@ -57,6 +58,7 @@ MISTAKES = [
     (["resume", "no/such/run"], "no/such/run"),
     (["report", "no/such/run"], "no/such/run"),
     (["bench", "sleep"], "invalid choice: 'sleep'"),
+    (["bench", "quantize", TINY], "got a recipe or -o, which it does not read"),
     (["bench", "step", "--turns", "0"], "--turns: 0 is less than 1"),
 ]
 
@@ -213,6 +215,16 @@ def test_bench_step_passes_recipe_and_turns_and_prints_both_tables(
     assert seen == [("tiny_qwen3_moe_w4a4_grpo", 0, 5), ("qwen3_30b_a3b_w4a4_grpo", 3, 2)]
     shown = capsys.readouterr().out
     assert re.search(r"logprob +3\.0 +2\.0 +1\.50", shown) and "32 x 64 x 32" in shown
+
+
+def test_bench_quantize_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rates = [Rate("copy", "torch", 1.0, 10.0, 1.0, 1.0), Rate("quantize nvfp4_1d", "cpu", 2.0, 3.0, 0.3, 0.5)]
+    monkeypatch.setattr("minite.backends.bench_quantize.measure", lambda turns: rates[: turns + 1])
+    assert cli.main(["bench", "quantize", "--turns", "1", "--json", str(tmp_path / "rates.json")]) == 0
+    assert "30.0% of the copy (cpu), within the bound of 25%" in capsys.readouterr().out
+    assert json.loads((tmp_path / "rates.json").read_text())["quantize"][1]["gb_per_s"] == 3.0
 
 
 def test_doctor_exits_with_1_when_a_check_fails(

@@ -68,6 +68,10 @@ class ReferenceBackend:
         """formats.quantize_operand: the definition that other backends have to equal byte for byte."""
         return quantize_operand(x_MK, how, amax=amax, generator=generator)
 
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        """Values [*shape] of a quantized tensor: QTensor.dequantize."""
+        return q.dequantize(dtype)
+
     def prepare(self, w: Operand, *, decode: bool = False) -> Prepared:
         """A weight [N, K] or [E, N, K] in the dtype of the product, to be kept as long as the weight lives."""
         if isinstance(w, QTensor) and w.outer == "row":

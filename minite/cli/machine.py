@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+from pathlib import Path
 
 from minite.cli.arguments import Command, add_override, positive
+from minite.errors import UserError
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -17,7 +21,11 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure W4A4 against BF16 on this machine: a training step by phase, and forward passes of one linear."""
+    """Measure this machine: W4A4 against BF16, or the quantizers against a copy."""
+    return _bench_quantize(args) if args.what == "quantize" else _bench_step(args)
+
+
+def _bench_step(args: argparse.Namespace) -> int:
     from minite.backends.bench import SHAPES_MNK, measure, table
     from minite.config import load_recipe
     from minite.config.load import shipped
@@ -27,15 +35,46 @@ def bench(args: argparse.Namespace) -> int:
     times = measure_steps(load_recipe(recipe, args.override), args.turns)
     print(step_table(times))
     print()
-    print(table([measure(shape) for shape in SHAPES_MNK]))
+    rows = [measure(shape) for shape in SHAPES_MNK]
+    print(table(rows))
+    _write(args.json, {"step": dataclasses.asdict(times), "forward": [dataclasses.asdict(row) for row in rows]})
     return 0
+
+
+def _bench_quantize(args: argparse.Namespace) -> int:
+    from minite.backends.bench_quantize import machine, measure, table
+
+    if args.recipe is not None or args.override:
+        raise UserError("bench quantize: got a recipe or -o, which it does not read; leave them out")
+    where = machine()
+    print(where)
+    rates = measure(turns=args.turns)
+    print(table(rates))
+    _write(args.json, {"machine": where, "quantize": [dataclasses.asdict(rate) for rate in rates]})
+    return 0
+
+
+def _write(path: Path | None, figures: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def add(command: Command) -> None:
     """Adds this file's commands."""
     command(doctor, "")
-    added = command(bench, "step", "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32")
-    added.add_argument("what", choices=("step",), help="step: one training step of a recipe and of its BF16 twin")
+    added = command(
+        bench,
+        "step",
+        "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32",
+        "quantize --json rates.json",
+    )
+    added.add_argument(
+        "what",
+        choices=("step", "quantize"),
+        help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
+        "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread",
+    )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")
-    added.add_argument("--turns", type=positive, default=5, metavar="N", help="steps of each that count (default: 5)")
+    added.add_argument("--turns", type=positive, default=5, metavar="N", help="runs of each that count (default: 5)")
+    added.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     add_override(added)

@@ -51,5 +51,9 @@ class CpuBackend(ReferenceBackend):
         outer = "expert" if outer == "tensor" and x_MK.ndim == 3 else outer
         return self._writer.quantize(x_MK, block, outer, amax)
 
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        """QTensor.dequantize, byte for byte but for which NaN a NaN is."""
+        return self._reader.dequantize(q, dtype) if q.format == "nvfp4" else super().dequantize(q, dtype)
+
     def _block_scaled(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return self._reader.block_scaled(q, dtype) if q.format == "nvfp4" else super()._block_scaled(q, dtype)
