@@ -122,7 +122,7 @@ def operand_amax(x: Tensor, how: str) -> Tensor:
     """The amax that quantize_operand measures: float32 [] | [E] | [.., rows]. To be max-reduced over a TP group."""
     block, outer, _ = _OPERANDS[how]
     check_shape(x, block, _outer_for(outer, x), how)
-    return _outer_amax(_block_amax(x, (1, BLOCK), skip_nan=False), _outer_for(outer, x))
+    return _largest(x.detach(), _outer_for(outer, x))
 
 
 def _outer_for(outer: str, x: Tensor) -> str:
@@ -203,6 +203,17 @@ def _outer_amax(block_amax: Tensor, outer: str) -> Tensor:
     if outer == "expert":
         return block_amax.flatten(1).amax(1) if block_amax.shape[1] else block_amax.new_zeros(block_amax.shape[0])
     return block_amax.amax() if block_amax.numel() else block_amax.new_zeros(())
+
+
+def _largest(x: Tensor, outer: str) -> Tensor:
+    """The outer amax of x without block maxima on the way: no float32 copy is made, which takes ten times as long."""
+    if outer == "row":
+        low, high = x.amin(-1), x.amax(-1)
+    elif not x.numel():
+        return torch.zeros(x.shape[:1] if outer == "expert" else (), device=x.device)
+    else:
+        low, high = (x.flatten(1).amin(1), x.flatten(1).amax(1)) if outer == "expert" else torch.aminmax(x)
+    return torch.maximum(high, -low).abs().to(torch.float32)
 
 
 def _per_block(amax: Tensor, ndim: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import normal
+from cases import EDGE_INPUTS, normal
 from tolerances import QUANT_ERROR, assert_same_bytes
 
 from minite.config.operands import OPERANDS
@@ -43,6 +43,14 @@ def test_operand_amax_is_the_one_that_quantize_uses(how):
         assert_same_bytes(amax, q.amax)
         assert quantize_operand(x, how, amax=amax).bytes_equal(q)
         assert (quantize_operand(x, how, amax=1.5 * amax).codes != q.codes).any()
+
+
+@pytest.mark.parametrize("how", [how for how in QUANTIZED if how.startswith("nvfp4")])
+def test_operand_amax_of_edge_inputs_has_the_same_bytes(how):
+    for x in (*(edge(32, 48, torch.bfloat16) for edge in EDGE_INPUTS.values()), normal(0, 16), normal(3, 0, 16)):
+        if x.ndim == 2 or "weight" in OPERANDS[how].roles:
+            assert_same_bytes(operand_amax(x, how), quantize_operand(x, how).amax)
+            assert_same_bytes(operand_amax(x.mT.contiguous().mT, how), quantize_operand(x, how).amax)
 
 
 def test_bf16_is_left_alone_and_an_unknown_operand_is_an_error():
