@@ -1,4 +1,4 @@
-"""The experts of a layer, without anything a CUDA graph forbids, against the functions the learner uses: bit for bit."""
+"""A layer's experts, without what a CUDA graph forbids, against the functions the learner uses: bit for bit."""
 
 import pytest
 import torch

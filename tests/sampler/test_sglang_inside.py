@@ -14,6 +14,8 @@ from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST
 from minite.types import WeightVersion
 
+LAYERS = "model.layers"
+
 
 def opening(version: WeightVersion) -> dict:
     return {VERSION: text(json.dumps(asdict(version)))}
@@ -27,7 +29,7 @@ def updated(cfg, seed: int = 0):
 
 
 def judge(state, version):
-    proof.check([{"minite": state.proof()}], state.plan, state.backend.name, version)
+    proof.check([{"minite": {**state.proof(), "missing_hooks": []}}], state.plan, state.backend.name, version)
 
 
 @pytest.mark.parametrize(("model", "fmt"), [(MOE, "w4a4"), (MOE, "w4a8"), (MOE, "bf16"), (DENSE, "w4a16")])
@@ -146,20 +148,21 @@ def test_an_older_version_than_announced_is_refused():
     [
         (lambda s: s.pop("minite"), "plugin is not active"),
         (lambda s: s["minite"].update(plan_digest="f" * 64), "plan digest is ffff"),
+        (lambda s: s["minite"].update(missing_hooks=["a.b"]), "could not apply is .*a.b"),
         (lambda s: s["minite"].update(backend="reference"), "backend is reference, expected native"),
         (
             lambda s: s["minite"]["modules"].pop("model.layers.1.self_attn.o_proj"),
             r"layers\.1\.self_attn\.o_proj runs out",
         ),
         (
-            lambda s: s["minite"]["modules"].update({"model.layers.0.self_attn.qkv_proj": "nvfp4_1d x bf16"}),
+            lambda s: s["minite"]["modules"].update({f"{LAYERS}.0.self_attn.qkv_proj": "nvfp4_1d x bf16"}),
             r"layers\.0\.self_attn\.qkv_proj runs nvfp4_1d x bf16, the plan says nvfp4_1d x nvfp4_row",
         ),
     ],
 )
 def test_a_scheduler_that_runs_something_else_is_named(change, message):
     state, _, _, version = updated(config(MOE, "w4a4"))
-    good = {"minite": {**state.proof(), "backend": "native", "modules": dict(state.modules)}}
+    good = {"minite": {**state.proof(), "missing_hooks": [], "backend": "native", "modules": dict(state.modules)}}
     bad = {"minite": {**good["minite"], "modules": dict(state.modules)}}
     proof.check([good, good], state.plan, "native", version)
     change(bad)

@@ -7,7 +7,8 @@ import base64
 import json
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
-from minite.sampler.sglang.wire import VERSION, flatten, text
+from minite.sampler.sglang.record import Call
+from minite.sampler.sglang.wire import RECORD, VERSION, flatten, text
 from minite.sync.errors import SyncError
 from minite.types import WeightVersion
 
@@ -104,24 +106,22 @@ class SglangEngine:
         assert self._version is not None
         info, tokens = answer["meta_info"], list(answer["output_ids"])
         self._count(request, tokens, info["finish_reason"]["type"])
-        experts = None
-        if self.config.model.num_experts:
-            experts = self._experts(info["routed_experts"], len(request.prompt_tokens) + len(tokens) - 1)
+        record = info.get("routed_experts")  # none for a dense model, and for a request aborted before it ran
         return Completion(
             request_id=request.request_id,
             prompt_tokens=request.prompt_tokens,
             tokens=tokens,
-            logprobs=[float(entry[0]) for entry in info["output_token_logprobs"]],
+            logprobs=[float(entry[0]) for entry in info.get("output_token_logprobs", ())],
             finish_reason=info["finish_reason"]["type"],
             weight_version=self._version,
-            routed_experts=experts,
+            routed_experts=None if record is None else self._experts(record),
         )
 
-    def _experts(self, record: str, positions: int) -> Tensor:
-        """SGLang's record, int32 in base64 -> int16 [positions, MoE layers, k]."""
+    def _experts(self, record: str) -> Tensor:
+        """SGLang's record, int32 in base64 -> int16 [prompt + response - 1, MoE layers, k]."""
         model = self.config.model
         flat = np.frombuffer(base64.b64decode(record), dtype=np.int32).astype(np.int16)
-        return torch.from_numpy(flat).view(positions, model.num_layers, model.experts_per_token)
+        return torch.from_numpy(flat).view(-1, model.num_layers, model.experts_per_token)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> int:
         """End live requests, keeping what they have generated. Returns how many were live."""
@@ -140,6 +140,8 @@ class SglangEngine:
                 f"cannot update weights while {len(self._live)} requests are live; "
                 "abort() them or let generate() return"
             )
+        if self._incoming is not None:  # whoever sent the last update gave up half-way: SGLang's session is still open
+            self.compat.end_update(self.sglang)
         self._version = self._incoming = None
         if version.plan_digest != self.plan.digest:
             self._refusal = (
@@ -186,6 +188,20 @@ class SglangEngine:
             load_format=launch.LOADER,
             flush_cache=False,
         )
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Call]]:
+        """Note what the scheduler's quantizers are given and make within the block (record.py); for comparisons."""
+        calls: list[Call] = []
+        self.compat.begin_update(self.sglang)
+        self._send({RECORD: text("")})
+        self.compat.end_update(self.sglang)
+        yield calls
+        path = Path(self._directory.name) / "record.pt"
+        self.compat.begin_update(self.sglang)
+        self._send({RECORD: text(str(path))})
+        self.compat.end_update(self.sglang)
+        calls += torch.load(path)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from minite.config.schema import ModelConfig
 from minite.errors import UserError
 from minite.sampler.embedded.weights import Linear, Weights
 from minite.sampler.sglang.names import operands
-from minite.sampler.sglang.wire import VERSION, unflatten
+from minite.sampler.sglang.record import Recording
+from minite.sampler.sglang.wire import RECORD, VERSION, unflatten
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
 from minite.types import WeightVersion
@@ -35,7 +36,7 @@ class Inside:
 
     def __init__(self, plan: PrecisionPlan, device: str) -> None:
         self.plan, self.device = plan, torch.device(device)
-        self.backend = get_backend(plan.backend, device=device, strict=False)
+        self.backend: Any = get_backend(plan.backend, device=device, strict=False)
         self.weights = Weights(plan, ModelConfig(**plan.model), self.device)
         self.modules: dict[str, str] = {}  # SGLang's module -> "weight operand x input operand"
         self.version: WeightVersion | None = None  # of the update under way, then of the weights held
@@ -60,6 +61,9 @@ class Inside:
     def receive(self, model: nn.Module, flat: Mapping[str, Tensor]) -> None:
         """Take one message of an update: the version that opens it, tensors, the manifest that ends it."""
         named = from_wire(unflatten(flat))
+        if RECORD in named:
+            self._record(bytes(named[RECORD].cpu().numpy()).decode())
+            return
         try:
             if VERSION in named:
                 self._begin(model, WeightVersion(**json.loads(bytes(named.pop(VERSION).cpu().numpy()))))
@@ -106,6 +110,14 @@ class Inside:
         self.prepare()
         self.digest = digest
         self.updates += 1
+
+    def _record(self, path: str) -> None:
+        """Start to note quantizer calls, or, with a path, write down what was noted and stop."""
+        if isinstance(self.backend, Recording):
+            self.backend.save(path)
+            self.backend = self.backend.inner
+        else:
+            self.backend = Recording(self.backend)
 
     def prepare(self) -> None:
         """Bring new weights into the form that GEMMs read, in the memory that CUDA graphs have recorded."""

@@ -14,6 +14,7 @@ from minite.sampler.sglang.names import METHOD
 
 PLAN_FILE = "plan.json"
 LOADER = "minite.sampler.sglang.inside.load"  # SGLang's name for our weight loader is its import path
+MAX_GRAPH_BATCH = 256  # requests; larger batches gain nothing from a graph, and each size costs a capture
 _KV_CACHE = {"bf16": "auto", "fp8": "fp8_e4m3"}  # auto: the model's dtype
 
 
@@ -64,7 +65,7 @@ def arguments(config: RunConfig, plan: PrecisionPlan, device: str, directory: Pa
         "random_seed": config.seed,
         "log_level": "error",
     }
-    return options | (_CPU if device == "cpu" else _gpu(plan))
+    return options | (_CPU if device == "cpu" else _gpu(plan, sampler.max_batch))
 
 
 _CPU: dict[str, Any] = {
@@ -75,11 +76,13 @@ _CPU: dict[str, Any] = {
 }
 
 
-def _gpu(plan: PrecisionPlan) -> dict[str, Any]:
+def _gpu(plan: PrecisionPlan, max_batch: int) -> dict[str, Any]:
     """Triton attention runs wherever triton does; deterministic mode fixes the order of its sums."""
     return {
         "device": "cuda",
         "attention_backend": "triton",
         "moe_runner_backend": "triton",
+        "disable_prefill_cuda_graph": True,  # it would have to compile our layers; decode steps are what graphs are for
+        "cuda_graph_max_bs_decode": min(max_batch, MAX_GRAPH_BATCH),
         "enable_deterministic_inference": plan.alignment == "aligned",
     }

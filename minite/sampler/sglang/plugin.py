@@ -6,30 +6,56 @@ and the engine insists on it (proof.py). Where no miniTE plan is in use, nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 def register() -> None:
-    """Make the quantization method, the sampler and the proof known to SGLang."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Make the quantization method known to SGLang, and hook what the plan decides but SGLang would do its own way."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from minite.sampler.sglang import draw, methods
+    from minite.sampler.sglang import methods
     from minite.sampler.sglang.compat import compat
     from minite.sampler.sglang.names import METHOD
 
     compat().add_quantization(METHOD, methods.MiniteConfig)
-    for target, hook in (
-        ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", add_proof),
-        ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", draw.add_seeds),
-        ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", widen_router),
-    ):
-        HookRegistry.register(target, hook, HookType.AFTER)
-    HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", draw.draw, HookType.AROUND)
-    if not torch.cuda.is_available():
-        record = "sglang.srt.state_capturer.base.BaseHostCache.__init__"
-        HookRegistry.register(record, make_expert_record, HookType.REPLACE)
+    for target, kind, hook in hooks():
+        HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+
+
+def hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
+    """(function of sglang.srt, kind of hook, our function)."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from minite.sampler.sglang import aligned, draw
+
+    native = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    cpu = [
+        ("state_capturer.base.BaseHostCache.__init__", HookType.REPLACE, make_expert_record),
+        (f"{native}._run_sdpa_forward_extend", HookType.AROUND, aligned.extend),
+        (f"{native}._run_sdpa_forward_decode", HookType.AROUND, aligned.decode),
+    ]
+    return [
+        ("managers.scheduler.Scheduler.get_internal_state", HookType.AFTER, add_proof),
+        ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", HookType.AFTER, draw.add_seeds),
+        ("layers.sampler.Sampler.forward", HookType.AROUND, draw.draw),
+        ("models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", HookType.AFTER, widen_router),
+        ("layers.layernorm.RMSNorm.forward", HookType.AROUND, aligned.rms_norm),
+        ("layers.rotary_embedding.base.RotaryEmbedding.forward", HookType.AROUND, aligned.rope),
+        ("layers.activation.SiluAndMul.forward", HookType.AROUND, aligned.swiglu),
+        ("models.utils.apply_qk_norm", HookType.AROUND, aligned.qk_norm),
+        ("models.utils.enable_fused_set_kv_buffer", HookType.AROUND, aligned.no_fused_kv_write),
+        *([] if torch.cuda.is_available() else cpu),
+    ]
+
+
+def missing_hooks() -> list[str]:
+    """Hooks that SGLang did not apply, which it only logs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [target for target, _, _ in hooks() if f"sglang.srt.{target}" not in HookRegistry._patched]
 
 
 def add_proof(answer: Any, scheduler: Any, *args: Any) -> None:
@@ -38,7 +64,7 @@ def add_proof(answer: Any, scheduler: Any, *args: Any) -> None:
 
     state = inside.current()
     if state is not None:
-        answer.internal_state["minite"] = state.proof()
+        answer.internal_state["minite"] = state.proof() | {"missing_hooks": missing_hooks()}
 
 
 def widen_router(nothing: None, block: Any, *args: Any, **kwargs: Any) -> None:

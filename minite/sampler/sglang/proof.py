@@ -26,6 +26,7 @@ def check(
             )
         _same(who, "plan digest", proof["plan_digest"], plan.digest)
         _same(who, "backend", proof["backend"], backend)
+        _same(who, "list of hooks that SGLang could not apply", proof["missing_hooks"], [])
         _check_modules(who, proof["modules"], expected_modules(plan))
         if version is not None:
             if proof["fault"] is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 VERSION = "#version"  # key of the tensor that opens an update: the WeightVersion as JSON
+RECORD = "#record"  # key of the tensor that starts (empty) or ends (a path) the record of quantizer calls
 _DATA, _INDEX = "#data", "#index"
 _ALIGN = 16  # bytes; the start of every tensor, so that any dtype can view it
 
@@ -42,4 +43,4 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def text(content: str) -> Tensor:
     """A string as a uint8 tensor."""
-    return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
+    return torch.tensor(list(content.encode()), dtype=torch.uint8)
