@@ -50,8 +50,9 @@ def units(plan: PrecisionPlan, shapes: Mapping[str, tuple[int, ...]], to: str, d
                 for suffix, stored in stored_parts(e.weight, e.n, e.k, dtype).items()
             }
         done.update(names)
-        meta = {part: torch.empty(stored.shape, dtype=stored.dtype, device="meta") for part, stored in parts.items()}
-        disk = {part: Stored(tuple(t.shape), t.dtype) for part, t in to_disk(to, plan, meta, {}).items()}
+        # Stand-ins of the right shape that take no memory; torch's own, device "meta", loads its compiler: 7 s.
+        empty = {part: torch.zeros((), dtype=stored.dtype).expand(stored.shape) for part, stored in parts.items()}
+        disk = {part: Stored(tuple(t.shape), t.dtype) for part, t in to_disk(to, plan, empty, {}).items()}
         result.append(Unit(names, members, disk))
     return result
 
