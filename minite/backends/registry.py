@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Best first: "auto" takes the first that is not refused.
 _HOMES = {
+    "native": ("minite.backends.cutlass.backend", "NativeBackend"),
     "triton": ("minite.backends.triton.backend", "TritonBackend"),
     "cpu": ("minite.backends.cpu.backend", "CpuBackend"),
     "reference": ("minite.backends.reference", "ReferenceBackend"),

@@ -41,6 +41,7 @@ def test_auto_takes_the_best_that_is_not_refused(two_backends):
     verdicts = registry.explain(device="cpu", strict=False)
     assert [(v.name, v.kind, v.refusal) for v in verdicts] == [
         ("fast", "native", "cannot on cpu, strict False"),
+        ("native", "native", "runs on CUDA devices, not on cpu"),
         ("triton", "emulated", "runs on CUDA devices, not on cpu"),
         ("cpu", "emulated", None),
         ("reference", "reference", None),
@@ -53,5 +54,5 @@ def test_a_named_backend_that_cannot_run_is_an_error_not_a_fallback(two_backends
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known():
-    with pytest.raises(UserError, match="'cutlas' is unknown; expected auto or one of triton, cpu, reference"):
+    with pytest.raises(UserError, match="'cutlas' is unknown; expected auto or one of native, triton, cpu, reference"):
         registry.get_backend("cutlas", device="cpu", strict=False)

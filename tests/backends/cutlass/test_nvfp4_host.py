@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import EDGE_INPUTS, normal, seeded
+from tolerances import assert_same_bytes
 from torch import Tensor
 
 from minite.backends.cutlass.build import CSRC
 from minite.formats import layout, nvfp4
 from minite.formats.rounding import e2m1_code, e4m3
-from tests.cases import EDGE_INPUTS, normal, seeded
-from tests.tolerances import assert_same_bytes
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,85 @@
+"""The machine code that nvcc makes of csrc, without a GPU: which instructions are in it and which must not be.
+
+Compiles with the real nvcc into the cache directory, so a second run takes seconds. From nothing a GEMM takes about a
+minute and a half of CPU time and 6 GB; they are therefore all in this file, which one process runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from disassembly import kernels
+
+from minite.backends.cutlass import build, headers
+from minite.errors import UserError
+
+pytestmark = [pytest.mark.needs_nvcc, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+NATIVE = ("sm_100a", "sm_103a")
+FP4_MMA = re.compile(r"UTCOMMA(\.2CTA)?\.(4X|BLOCK16)$")  # one scale per 16 columns; sm_103a calls .4X .BLOCK16
+SPILL = re.compile(r"(STL|LDL)(\.|$)")
+
+
+def compiled(unit: str, architecture: str) -> dict[str, list[str]]:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on the path")
+    try:
+        version, includes = build.nvcc_version(), headers.include_dirs()
+    except UserError as error:
+        pytest.skip(str(error))
+    made: Path = build.compile_unit(unit, build.ARCHITECTURES[architecture], includes, version)
+    return kernels(made)
+
+
+def gemms(unit: str, architecture: str) -> dict[str, list[str]]:
+    """The CUTLASS kernels of a unit, without those that write metadata."""
+    found = {name: code for name, code in compiled(unit, architecture).items() if "device_kernel" in name}
+    assert len(found) == 3, list(found)  # narrow and wide tiles to BF16, narrow ones to float32
+    return found
+
+
+def spills(code: list[str]) -> list[str]:
+    return [name for name in code if SPILL.match(name)]
+
+
+@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize("unit", ["grouped.cu", "dense.cu"])
+def test_gemms_multiply_fp4_with_a_scale_per_16_columns(unit, architecture):
+    for name, code in gemms(unit, architecture).items():
+        products = {instruction for instruction in code if re.match(r"UTC\w*MMA", instruction)}
+        assert products and all(FP4_MMA.match(p) for p in products), f"{name}: {products}"
+        two = ".2CTA" in next(iter(products))
+        assert two == ("Li256EEENS" in name and "_2SM_" in name or "2SM" in name), name
+        assert any(i.startswith("UTCCP") for i in code), f"{name}: no scales are copied to tensor memory"
+        assert spills(code) == [], name
+
+
+@pytest.mark.parametrize("unit", ["grouped.cu", "dense.cu"])
+def test_sm_103a_multiplies_96_columns_an_instruction(unit):
+    """K = 96 is in an operand of the instruction, not in its name, so the kernels' names are asked."""
+    for name in gemms(unit, "sm_103a"):
+        assert "SM103_MXF4_ULTRA" in name and "MainloopSm103" in name and "Li768E" in name, name
+
+
+@pytest.mark.parametrize("unit", ["grouped.cu", "dense.cu"])
+def test_the_twin_multiplies_bf16_and_sums_in_float32(unit):
+    for name, code in gemms(unit, "sm_90a").items():
+        products = {instruction for instruction in code if instruction.startswith("HGMMA")}
+        assert products and all(re.search(r"\.F32\.BF16", p) for p in products), f"{name}: {products}"
+        assert spills(code) == [], name
+
+
+@pytest.mark.parametrize("architecture", build.ARCHITECTURES)
+def test_quantizers_keep_rows_in_registers_and_convert_in_hardware_where_there_is_some(architecture):
+    found = compiled("quantize.cu", architecture)
+    assert len(found) == 7, list(found)
+    for name, code in found.items():
+        assert spills(code) == [], name
+        if "quantize" in name:
+            assert any("E4M3" in i for i in code), f"{name}: scales are rounded in software"
+            assert any("E2M1" in i for i in code) == (architecture in NATIVE), name
+        if "quantize_rows" in name:
+            assert any(re.match(r"LDG\.E\.128", i) for i in code), f"{name}: narrow loads"
