@@ -20,7 +20,13 @@ def plan(args: argparse.Namespace) -> int:
         raise UserError("plan: no recipe given; expected minite plan RECIPE, or minite plan --schema for all settings")
     from minite.config import load_recipe, resolve_plan
 
-    resolved = resolve_plan(load_recipe(args.recipe, args.override))
+    config = load_recipe(args.recipe, args.override)
+    resolved = resolve_plan(config)
+    if args.memory is not None:
+        from minite.config.memory import table
+
+        print(table(config, resolved, args.memory))
+        return 0
     print(resolved.to_json() if args.json else resolved.table(), end="" if args.json else "\n")
     return 0
 
@@ -31,9 +37,16 @@ def add(command: Command) -> None:
         plan,
         "recipes/qwen3_30b_a3b_w4a4_grpo.yaml",
         "recipes/tiny_qwen3_moe_w4a4_grpo.yaml -o precision.alignment=strict --json",
+        "recipes/qwen3_30b_a3b_w4a4_grpo.yaml --memory 268",
         "--schema",
     )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file")
     added.add_argument("--json", action="store_true", help="the whole plan, one entry per linear, as JSON")
+    added.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="what a GPU of this memory would hold, computed from shapes and parallel sizes (B300: 268, H200: 131)",
+    )
     added.add_argument("--schema", action="store_true", help="every setting of a recipe, its default and its meaning")
     add_override(added)

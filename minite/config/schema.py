@@ -193,7 +193,7 @@ class DriverConfig:
 class SlimeConfig:
     """What slime asks and the rest of the recipe does not say; read by `minite launch` only. See docs/slime.md."""
 
-    checkpoint: str | None = None  # HF directory the engines start from, made by minite convert; None = model.checkpoint
+    checkpoint: str | None = None  # HF directory that engines start from, of minite convert; None = model.checkpoint
     save: str = "checkpoints"  # directory of megatron checkpoints and of the data state; --resume reads it
     nodes: int = 1
     gpus_per_node: int = 8

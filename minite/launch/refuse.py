@@ -38,6 +38,7 @@ def check(config: RunConfig, plan: PrecisionPlan, decided: Collection[str]) -> N
     _check_recipe(config, plan)
     _check_layout(config)
     _check_extra(config, decided)
+    _check_inputs(config, plan)
     if any(entry.quantized for entry in plan):
         quantization_config(plan)  # refuses what SGLang's loaders cannot be told
 
@@ -58,6 +59,17 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
             raise UserError(f"{config.where(path)}: {path} is {got!r}, but minite launch needs {words}: {why}")
     if config.model.checkpoint is None:
         raise UserError("model.checkpoint: not set; slime starts from a BF16 Hugging Face directory, set it")
+
+
+def _check_inputs(config: RunConfig, plan: PrecisionPlan) -> None:
+    """SGLang's NVFP4 experts scale their inputs by token, its other NVFP4 linears by one number of the checkpoint."""
+    dense = next((e for e in plan if e.input != "bf16" and ".experts." not in e.name), None)
+    if plan.alignment == "aligned" and dense is not None:
+        raise UserError(
+            f"{config.where('precision.alignment')}: aligned, but {dense.name} ({dense.rule}) has "
+            f"input {dense.input}, which SGLang's own NVFP4 linears cannot scale by token, only its experts; "
+            "leave other linears in bf16, or set precision.alignment: off"
+        )
 
 
 def _check_layout(config: RunConfig) -> None:

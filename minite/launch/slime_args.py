@@ -237,9 +237,12 @@ def _precision(config: RunConfig, plan: PrecisionPlan) -> Flags:
 
 
 def _engine(config: RunConfig, plan: PrecisionPlan) -> Flags:
+    experts = any(".experts." in entry.name and entry.input.startswith("nvfp4") for entry in plan)
     return {
         "--sglang-mem-fraction-static": config.slime.memory_fraction,
         "--sglang-max-running-requests": config.sampler.max_batch,
         "--sglang-kv-cache-dtype": "fp8_e4m3" if plan.kv_cache == "fp8" else "auto",
         "--sglang-enable-fp32-lm-head": plan.lm_head_dtype == "fp32",
+        # The runner that scales inputs by token and still tells which experts it chose.
+        "--sglang-moe-runner-backend": "flashinfer_trtllm_routed" if experts else None,
     }

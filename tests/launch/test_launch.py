@@ -21,8 +21,11 @@ MOE = str(Path(__file__).parents[2] / "recipes/qwen3_30b_a3b_w4a4_grpo.yaml")
 DENSE = str(Path(__file__).parents[2] / "recipes/qwen3_4b_w4a4_grpo.yaml")
 
 
+OFF = "precision.alignment=off"  # what SGLang's own linears allow a plan that quantizes dense inputs
+
+
 def load(*overrides, recipe=DENSE):
-    config = load_recipe(recipe, overrides)
+    config = load_recipe(recipe, [OFF, *overrides] if recipe == DENSE else overrides)
     return config, resolve_plan(config)
 
 
@@ -109,14 +112,20 @@ def test_what_slime_cannot_do_is_refused(overrides, expected, tmp_path):
 
 
 def test_an_fp8_kv_cache_beside_an_aligned_plan_is_refused():
-    assert "precision.kv_cache is fp8" in refusal(load, "precision.kv_cache=fp8")
+    assert "precision.kv_cache is fp8" in refusal(load, "precision.alignment=aligned", "precision.kv_cache=fp8")
+
+
+def test_dense_inputs_scaled_by_token_are_refused_where_sglang_cannot(tmp_path):
+    config, plan = load("precision.alignment=aligned")
+    message = refusal(files.prepare, config, plan, tmp_path / "o", Path("/s"), None, "")
+    assert "model.layers.1.self_attn.q_proj" in message and "set precision.alignment: off" in message
 
 
 def test_every_flag_of_the_recipe_is_refused_in_extra():
     config, plan = load(recipe=DENSE)
     decided = slime_arguments(config, plan)
     for flag in decided:
-        config = load_recipe(DENSE, [f"slime.extra=[--fine, '{flag}']"])
+        config = load_recipe(DENSE, [OFF, f"slime.extra=[--fine, '{flag}']"])
         assert f"slime.extra has {flag}" in refusal(refuse.check, config, plan, decided)
 
 
@@ -174,6 +183,7 @@ def test_resume_refuses_what_does_not(tmp_path):
 def test_the_command_writes_and_prints_and_starts_nothing_in_a_dry_run(tmp_path, capsys):
     (tmp_path / "train.py").touch()
     arguments = ["launch", DENSE, "--dry-run", "--out", str(tmp_path / "out"), "-o", f"slime.save={tmp_path}/run"]
+    arguments += ["-o", OFF]
     assert cli.main([*arguments, "--slime-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "exec ray job submit" in shown and f"python3 {tmp_path}/train.py" in shown and "dry run" in shown

@@ -34,9 +34,18 @@ def parsed(tmp_path, recipe, *overrides, more=()):
     return config, plan, json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b_w4a4_grpo.yaml", "qwen3_4b_w4a4_grpo.yaml"])
-def test_the_real_parser_takes_every_argument(tmp_path, recipe):
-    config, plan, got = parsed(tmp_path, recipe, "algo.kl_coef=0.001", "learner.min_lr=1e-7")
+@pytest.mark.parametrize(
+    ("recipe", "alignment"),
+    [
+        ("qwen3_30b_a3b_w4a4_grpo", "aligned"),
+        ("qwen3_30b_a3b_w4a4_all_grpo", "off"),
+        ("qwen3_4b_w4a4_grpo", "off"),
+        ("qwen3_4b_bf16_grpo", "aligned"),
+    ],
+)
+def test_the_real_parser_takes_every_argument(tmp_path, recipe, alignment):
+    overrides = [f"precision.alignment={alignment}", "algo.kl_coef=0.001", "learner.min_lr=1e-7"]
+    config, plan, got = parsed(tmp_path, f"{recipe}.yaml", *overrides)
     m, a, x = config.model, config.algo, config.learner
     assert got["minite"]["plan_digest"] == plan.digest and got["minite"]["recipe"]["name"] == config.name
     assert (got["num_layers"], got["hidden_size"], got["kv_channels"]) == (m.num_layers, m.hidden_size, m.head_dim)
@@ -53,7 +62,9 @@ def test_the_real_parser_takes_every_argument(tmp_path, recipe):
     assert got["colocate"] is True and got["offload_train"] is True and got["rollout_num_gpus"] == 8
     assert got["expert_model_parallel_size"] == x.expert_parallel and got["tensor_model_parallel_size"] == 1
     assert got["use_routing_replay"] is (m.num_experts > 0)
-    assert got["train_env_vars"]["NVTE_USE_FAST_MATH"] == "0"
+    assert got["train_env_vars"].get("NVTE_USE_FAST_MATH") == ("0" if any(e.quantized for e in plan) else None)
+    experts = any(".experts." in e.name and e.quantized for e in plan)
+    assert got["sglang_moe_runner_backend"] == ("flashinfer_trtllm_routed" if experts else None)
     assert got["bf16"] is True and got["fp4"] is None and got["fp8"] is None
     assert got["sglang_mem_fraction_static"] == config.slime.memory_fraction
     assert got["sglang_kv_cache_dtype"] == "auto" and got["sglang_enable_fp32_lm_head"] is True
@@ -62,4 +73,4 @@ def test_the_real_parser_takes_every_argument(tmp_path, recipe):
 
 def test_a_word_that_no_parser_knows_is_found(tmp_path):
     with pytest.raises(AssertionError, match="no parser knows.*--mispelt"):
-        parsed(tmp_path, "qwen3_4b_w4a4_grpo.yaml", more=["--mispelt", "1"])
+        parsed(tmp_path, "qwen3_4b_bf16_grpo.yaml", more=["--mispelt", "1"])
