@@ -14,7 +14,7 @@ from minite.evaluation.subject import load
 
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / "models" / "SmolLM2-135M-Instruct"
-# Two windows, measured with the texts of Python 3.11 and 3.12: BF16 15.2; W4A4 0.31 and 0.33 nats more. A wrong scale, a
+# Two windows, with the texts of Python 3.11 and 3.12: BF16 15.2; W4A4 0.31 and 0.33 nats more. A wrong scale, a
 # lost norm or no quantization at all is outside: W4A16 costs 0.21, 2D weights 0.50.
 PERPLEXITY = (12.0, 19.0)
 W4A4_COST = (0.25, 0.42)  # [nats/token]
