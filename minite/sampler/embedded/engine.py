@@ -98,7 +98,7 @@ class EmbeddedEngine:
         length_S = self._tensor([len(sequence) for sequence in batch])
         cu_seqlens = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
         token_T = self._tensor([token for sequence in batch for token in sequence])
-        attend = Score(self.cache, cu_seqlens, self.scale, self.model.strict)
+        attend = Score(self.cache, cu_seqlens, self.scale, self.model.strict, self.model.fused)
         logits_TV, _ = self.model.forward(token_T, self._positions(length_S), attend, None)
         logprob_T = ops.token_logprob(logits_TV[:-1], token_T[1:], self.model.strict).cpu()
         ends = cu_seqlens.tolist()
@@ -132,7 +132,7 @@ class EmbeddedEngine:
         position_N = self._positions(length_B)
         source_N = cu_seqlens[prompt_B].repeat_interleave(length_B) + position_N
         slot_N = self._tensor([s.start for s in batch]).repeat_interleave(length_B) + position_N
-        attend = Prefill(self.cache, cu_seqlens, source_N, slot_N, self.scale, self.model.strict)
+        attend = Prefill(self.cache, cu_seqlens, source_N, slot_N, self.scale, self.model.strict, self.model.fused)
         logits_PV, expert_TLk = self.model.forward(token_T, position_T, attend, cu_seqlens[1:] - 1)
         if expert_TLk is not None:
             self.cache.experts[slot_N] = expert_TLk[source_N]
@@ -146,7 +146,7 @@ class EmbeddedEngine:
         slot_B = start_B + length_B - 1
         span_L = torch.arange(max(lengths), device=self.device)
         slot_BL = (start_B[:, None] + span_L).clamp(max=self.cache.slots - 1)
-        attend = Decode(self.cache, slot_B, slot_BL, length_B, self.scale, self.model.strict)
+        attend = Decode(self.cache, slot_B, slot_BL, length_B, self.scale, self.model.strict, self.model.fused)
         token_B = self._tensor([s.tokens[-1] for s in batch])
         logits_BV, expert_BLk = self.model.forward(token_B, length_B - 1, attend, None)
         if expert_BLk is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.config.schema import ModelConfig
 from minite.layers import ops
 
@@ -86,12 +87,13 @@ class Prefill:
     slot_N: Tensor
     scale: float
     strict: bool
+    fused: Fused | None = None
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         k_THD, v_THD = self.cache.stored(k_THD), self.cache.stored(v_THD)
         self.cache.k[layer][self.slot_N], self.cache.v[layer][self.slot_N] = k_THD[self.source_N], v_THD[self.source_N]
         k_THD, v_THD = self.cache.read(k_THD), self.cache.read(v_THD)
-        return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict)
+        return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict, self.fused)
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,11 @@ class Score:
     cu_seqlens: Tensor  # int64 [sequences + 1]
     scale: float
     strict: bool
+    fused: Fused | None = None
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         k_THD, v_THD = (self.cache.read(self.cache.stored(x_THD)) for x_THD in (k_THD, v_THD))
-        return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict)
+        return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict, self.fused)
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,15 @@ class Decode:
     length_B: Tensor
     scale: float
     strict: bool
+    fused: Fused | None = None
 
     def __call__(self, layer: int, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
         k_pool, v_pool = self.cache.k[layer], self.cache.v[layer]
         k_pool[self.slot_B], v_pool[self.slot_B] = self.cache.stored(k_BHD), self.cache.stored(v_BHD)
+        if self.fused is not None:
+            first_B = self.slot_B - self.length_B + 1
+            out_BHD = self.fused.attention_decode(q_BHD, k_pool, v_pool, first_B, self.length_B, self.scale)
+            if out_BHD is not None:
+                return out_BHD
         k_BLHD, v_BLHD = k_pool[self.slot_BL], v_pool[self.slot_BL]
         return ops.attention_decode(q_BHD, k_BLHD, v_BLHD, self.length_B, self.scale, self.strict)

@@ -49,6 +49,7 @@ class Model:
 
     def __init__(self, plan: PrecisionPlan, model: ModelConfig, backend: Backend, device: torch.device) -> None:
         self.config, self.backend, self.strict = model, backend, plan.alignment == "strict"
+        self.fused = backend.fused
         self.logits_dtype = torch.bfloat16 if plan.lm_head_dtype == "bf16" else None
         self.weights = Weights(plan, model, device)
         self.dtype = self.weights.dtype
@@ -65,7 +66,8 @@ class Model:
         for linear in self.weights.linears:
             linear.prepare(self.backend)
         # kept in the dtype that wide_linear computes in, so that it need not convert them at every step
-        self.wide_lm_head = self.lm_head.to(ops.work_dtype(self.strict))
+        as_stored = self.fused is not None and self.dtype == torch.bfloat16
+        self.wide_lm_head = self.lm_head if as_stored else self.lm_head.to(ops.work_dtype(self.strict))
 
     @torch.inference_mode()
     def forward(
@@ -91,11 +93,12 @@ class Model:
                 y_TH, expert_Tk = self._moe(layer, h_TH)
                 chosen.append(expert_Tk.to(torch.int16))
             else:
-                y_TH = self._linear(layer.down, ops.swiglu(self._linear(layer.gate_up, h_TH), strict))
+                y_TH = self._linear(layer.down, ops.swiglu(self._linear(layer.gate_up, h_TH), strict, self.fused))
             x_TH = x_TH + y_TH
         if last_B is not None:
             x_TH = x_TH[last_B]
-        logits = ops.wide_linear(ops.rms_norm(x_TH, self.final_norm, eps, strict), self.wide_lm_head, strict)
+        x_TH = ops.rms_norm(x_TH, self.final_norm, eps, strict)
+        logits = ops.wide_linear(x_TH, self.wide_lm_head, strict, self.fused)
         if self.logits_dtype is not None:
             logits = logits.to(self.logits_dtype).to(logits.dtype)
         return logits, torch.stack(chosen, dim=1) if chosen else None
@@ -108,16 +111,17 @@ class Model:
         return q, k, v
 
     def _linear(self, linear: Linear, x_MK: Tensor) -> Tensor:
-        a_MK = self.backend.quantize(x_MK, linear.input_operand)
+        a_MK = self.backend.quantize_input(x_MK, linear.input_operand)
         return self.backend.gemm(a_MK, linear.prepared, self.dtype)
 
     def _moe(self, layer: Layer, h_TH: Tensor) -> tuple[Tensor, Tensor]:
         config, strict = self.config, self.strict
-        prob_Tk, expert_Tk = ops.route_topk(ops.wide_linear(h_TH, layer.router, strict), config.experts_per_token)
-        if self.backend.fused is not None:
+        logits_TE = ops.wide_linear(h_TH, layer.router, strict, self.fused)
+        prob_Tk, expert_Tk = ops.route_topk(logits_TE, config.experts_per_token)
+        if self.fused is not None:
             inputs = layer.gate_up.input_operand, layer.down.input_operand
             weights = layer.gate_up.prepared, layer.down.prepared
-            y_TH = self.backend.fused.experts(h_TH, prob_Tk, expert_Tk, config.num_experts, *weights, inputs)
+            y_TH = self.fused.experts(h_TH, prob_Tk, expert_Tk, config.num_experts, *weights, inputs)
             if y_TH is not None:
                 return y_TH, expert_Tk
         h_RH, token_R, rows_E, slot_R = ops.moe_permute(h_TH, expert_Tk, config.num_experts)
@@ -126,5 +130,5 @@ class Model:
         return ops.moe_combine(y_RH, prob_Tk.flatten()[slot_R], token_R, len(h_TH), strict), expert_Tk
 
     def _experts(self, linear: Linear, x_RK: Tensor, rows_E: Tensor) -> Tensor:
-        a_RK = self.backend.quantize(x_RK, linear.input_operand)
+        a_RK = self.backend.quantize_input(x_RK, linear.input_operand)
         return self.backend.grouped_gemm(a_RK, linear.prepared, rows_E, self.dtype)

@@ -45,10 +45,9 @@ class SglangEngine:
         launch.check(run_config, device)
         env.apply_sglang_env(device)
         self.backend = get_backend(plan.backend, device=device, strict=False).name
-        self._directory = tempfile.TemporaryDirectory(prefix="minite-sglang-")
-        folder = Path(self._directory.name)
-        launch.write_model(run_config, plan, device, folder)
-        self.sglang = make_engine(launch.arguments(run_config, plan, device, folder))
+        with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:  # read while SGLang starts, not later
+            launch.write_model(run_config, plan, device, Path(folder))
+            self.sglang = make_engine(launch.arguments(run_config, plan, device, Path(folder)))
         self._stats = EngineStats(kv_tokens_total=run_config.sampler.kv_tokens)
         self._version: WeightVersion | None = None  # of the weights that may be used
         self._incoming: WeightVersion | None = None  # of the update under way
@@ -193,15 +192,18 @@ class SglangEngine:
     def recording(self) -> Iterator[list[Call]]:
         """Note what the scheduler's quantizers are given and make within the block (record.py); for comparisons."""
         calls: list[Call] = []
+        with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:
+            self._tell({RECORD: text("")})
+            yield calls
+            path = Path(folder) / "calls.pt"
+            self._tell({RECORD: text(str(path))})
+            calls += torch.load(path)
+
+    def _tell(self, message: Mapping[str, Tensor]) -> None:
+        """A message outside of a weight update; SGLang has one way in for tensors."""
         self.compat.begin_update(self.sglang)
-        self._send({RECORD: text("")})
+        self._send(message)
         self.compat.end_update(self.sglang)
-        yield calls
-        path = Path(self._directory.name) / "record.pt"
-        self.compat.begin_update(self.sglang)
-        self._send({RECORD: text(str(path))})
-        self.compat.end_update(self.sglang)
-        calls += torch.load(path)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -219,4 +221,3 @@ class SglangEngine:
     def close(self) -> None:
         """End SGLang's processes. Also done when this process ends."""
         self.sglang.shutdown()
-        self._directory.cleanup()

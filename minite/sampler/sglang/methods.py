@@ -119,6 +119,9 @@ class RouterMethod(UnquantizedLinearMethod):
     """Router logits in FP32 from the operands as they are; SGLang's own would round them to the model's dtype."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            # Exact products, as after upcasting; but SGLang's deterministic mode would multiply FP32 operands in TF32.
+            return torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
         return ops.wide_linear(x, layer.weight, strict=False)
 
 
