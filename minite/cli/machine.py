@@ -17,12 +17,18 @@ def doctor(args: argparse.Namespace) -> int:
 
     text, healthy = examine()
     print(text)
+    if args.self_test:
+        from minite.backends.cutlass.selftest import self_test
+
+        text, native = self_test()
+        print(text)
+        healthy = healthy and native
     return 0 if healthy else 1
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure this machine: W4A4 against BF16, or the quantizers against a copy."""
-    return _bench_quantize(args) if args.what == "quantize" else _bench_step(args)
+    """Measure this machine: W4A4 against BF16, or the quantizers against a copy. Or reckon what a GPU could reach."""
+    return {"step": _bench_step, "quantize": _bench_quantize, "learner": _bench_learner}[args.what](args)
 
 
 def _bench_step(args: argparse.Namespace) -> int:
@@ -54,6 +60,20 @@ def _bench_quantize(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_learner(args: argparse.Namespace) -> int:
+    from minite.config import load_recipe, resolve_plan
+    from minite.config.load import shipped
+    from minite.driver.roofline import table
+
+    if args.recipe is not None and args.model is not None:
+        raise UserError("bench learner: got a recipe and --model; give one of them")
+    name = (args.model or "qwen3-30b-a3b").lower().replace("-", "_")
+    config = load_recipe(args.recipe or shipped(f"{name}_w4a4_grpo.yaml"), args.override)
+    entries = resolve_plan(config).entries
+    print(table(config.model, entries, args.tokens, args.sequence, args.gpu))
+    return 0
+
+
 def _write(path: Path | None, figures: object) -> None:
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -61,20 +81,31 @@ def _write(path: Path | None, figures: object) -> None:
 
 def add(command: Command) -> None:
     """Adds this file's commands."""
-    command(doctor, "")
+    examined = command(doctor, "", "--self-test")
+    examined.add_argument(
+        "--self-test", action="store_true", help="also run every native kernel against the reference, with its speed"
+    )
     added = command(
         bench,
         "step",
         "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32",
         "quantize --json rates.json",
+        "learner --model qwen3-30b-a3b --gpu b300",
     )
     added.add_argument(
         "what",
-        choices=("step", "quantize"),
+        choices=("step", "quantize", "learner"),
         help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
-        "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread",
+        "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread; "
+        "learner: the roofline of one update on a GPU that need not be here, from shapes alone",
     )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")
     added.add_argument("--turns", type=positive, default=5, metavar="N", help="runs of each that count (default: 5)")
     added.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    added.add_argument(
+        "--model", metavar="NAME", help="learner: the model of a shipped recipe (default: qwen3-30b-a3b)"
+    )
+    added.add_argument("--gpu", default="b300", metavar="NAME", help="learner: h200, b200 or b300 (default: b300)")
+    added.add_argument("--tokens", type=positive, default=131072, metavar="N", help="learner: of an update")
+    added.add_argument("--sequence", type=positive, default=4096, metavar="N", help="learner: tokens of a sequence")
     add_override(added)

@@ -95,6 +95,10 @@ class NativeBackend:
         block_scale = scales.view(torch.float8_e4m3fn).view(*lead, k // 16)
         return QTensor("nvfp4", codes.view(*lead, k // 2), block_scale, outer_amax, tuple(x_MK.shape), (block_rows, 16))
 
+    def quantize_input(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Operand:
+        """The first argument of gemm and grouped_gemm: packed codes, which is what the tensor core reads."""
+        return self.quantize(x_MK, how, amax=amax)
+
     def prepare(self, w: Operand, *, decode: bool = False) -> object:
         """An NVFP4 weight [N, K] or [E, N, K] as codes and swizzled scales, 4.5 bits an element; others as triton's."""
         if not isinstance(w, QTensor) or w.format != "nvfp4":
