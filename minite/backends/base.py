@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,23 @@ Operand = Tensor | QTensor  # a plain tensor is a BF16 (or FP32) operand
 
 
 class Fused(Protocol):
-    """Stretches of a layer in fewer kernels. Each gives the bits that ``layers.ops`` and the backend give step by step.
+    """Stretches of a layer in fewer kernels, whose rows do not depend on the rows beside them. Forward only, bfloat16.
 
-    Forward only, and for bfloat16; None means "not these operands": the caller goes step by step.
+    SwiGLU, combine and experts give the bits that ``layers.ops`` and the backend give step by step; the others sum in
+    an order of their own, the same in any batch. None means "not these operands": the caller goes step by step.
     """
 
     def swiglu(self, gate_up_R2I: Tensor) -> Tensor | None: ...  # [R, I]; as ops.swiglu
+
+    def wide_linear(self, x_MK: Tensor, w_NK: Tensor) -> Tensor | None: ...  # float32 [M, N]; as ops.wide_linear
+
+    def attention(
+        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float
+    ) -> Tensor | None: ...  # as ops.attention
+
+    def attention_decode(
+        self, q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float
+    ) -> Tensor | None: ...  # the bits of attention's last row; the keys of b begin at slot first_B[b] of the pools
 
     def combine(self, y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int) -> Tensor | None: ...
 
@@ -56,11 +67,15 @@ class Backend(Protocol):
         self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Operand: ...  # how: a name of config.operands; "bf16" returns x itself
 
+    def quantize_input(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> object: ...
+
+    # the first argument of gemm and grouped_gemm and nothing else, so it need not exist as codes
+
     def prepare(self, w: Operand, *, decode: bool = False) -> object: ...
 
-    def gemm(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype) -> Tensor: ...
+    def gemm(self, a_MK: Any, b_NK: object, out_dtype: torch.dtype) -> Tensor: ...
 
-    def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor: ...
+    def grouped_gemm(self, a_RK: Any, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor: ...
 
     def grouped_wgrad(self, dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, dtype: torch.dtype) -> Tensor: ...
 

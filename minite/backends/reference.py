@@ -72,6 +72,10 @@ class ReferenceBackend:
         """Values [*shape] of a quantized tensor: QTensor.dequantize."""
         return q.dequantize(dtype)
 
+    def quantize_input(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Operand:
+        """quantize: nothing is gained here by a form that only a GEMM could read."""
+        return self.quantize(x_MK, how, amax=amax)
+
     def prepare(self, w: Operand, *, decode: bool = False) -> Prepared:
         """A weight [N, K] or [E, N, K] in the dtype of the product, to be kept as long as the weight lives."""
         if isinstance(w, QTensor) and w.outer == "row":

@@ -7,11 +7,13 @@ once to the dtype of q. In strict mode decoding token by token therefore gives t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.layers.pointwise import work_dtype
 
 
@@ -41,12 +43,45 @@ def _length_buckets(cu_seqlens: Tensor) -> list[_Bucket]:
     return buckets
 
 
-def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float, strict: bool) -> Tensor:
+class _FusedAttention(torch.autograd.Function):
+    """The backend's kernel forward; backward the derivative of the steps, computed anew from q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float, fused: Fused
+    ) -> Tensor:
+        ctx.save_for_backward(q_THD, k_THD, v_THD, cu_seqlens)
+        ctx.scale = scale
+        out_THD = fused.attention(q_THD, k_THD, v_THD, cu_seqlens, scale)
+        return attention(q_THD, k_THD, v_THD, cu_seqlens, scale, strict=False) if out_THD is None else out_THD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *stored, cu_seqlens = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in stored]
+            out_THD = attention(*leaves, cu_seqlens, ctx.scale, strict=False)
+            return *torch.autograd.grad(out_THD, leaves, grads[0]), None, None, None
+
+
+def attention(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    strict: bool,
+    fused: Fused | None = None,
+) -> Tensor:
     """softmax(scale * q k^T) v within each packed sequence, causal. -> [T, H, D], the dtype of q. Differentiable.
 
     q [T, H, D]; k and v [T, Hkv, D] with H a multiple of Hkv (query head h reads KV head h // (H / Hkv)).
     ``cu_seqlens`` int64 [S + 1], first 0, last T, on the device of q; empty sequences are allowed.
+    ``fused``: the backend's kernel, which a sampler then decodes with too; not for strict.
     """
+    if fused is not None:
+        out: Tensor = _FusedAttention.apply(q_THD, k_THD, v_THD, cu_seqlens, scale, fused)
+        return out
     work = work_dtype(strict)
     buckets = _length_buckets(cu_seqlens.to(q_THD.device))
     if not buckets:
@@ -69,14 +104,27 @@ def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, s
 
 
 def attention_decode(
-    q_BHD: Tensor, k_cache_BLHD: Tensor, v_cache_BLHD: Tensor, lengths_B: Tensor, scale: float, strict: bool
+    q_BHD: Tensor,
+    k_cache_BLHD: Tensor,
+    v_cache_BLHD: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    strict: bool,
+    fused: Fused | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence over its cached keys and values. -> [B, H, D], the dtype of q.
 
     Caches [B, L, Hkv, D] in any dtype that upcasts exactly (BF16, FP32, or FP8 codes of kv.quantize_kv); the new
     token's own key and value are already in. Only the first ``lengths_B[b]`` (>= 1) positions are read: what lies
     beyond may be anything, NaN included. Cut L to the longest live sequence before the call: work is B * L.
+    ``fused``: the backend's kernel, the bits of ``attention`` with it; not for strict.
     """
+    if fused is not None:
+        first_B = torch.arange(len(q_BHD), device=q_BHD.device) * k_cache_BLHD.shape[1]
+        pools = k_cache_BLHD.flatten(0, 1), v_cache_BLHD.flatten(0, 1)
+        out_BHD = fused.attention_decode(q_BHD, *pools, first_B, lengths_B.to(q_BHD.device), scale)
+        if out_BHD is not None:
+            return out_BHD
     work = work_dtype(strict)
     batch, heads, head_dim = q_BHD.shape
     kv_heads, length = k_cache_BLHD.shape[2], k_cache_BLHD.shape[1]

@@ -43,8 +43,9 @@ class _QuantGroupedMatmul(torch.autograd.Function):
         name: str,
         *weights: Tensor,
     ) -> Tensor:
-        a_RK = quantize_reduced(x_RK, spec.input, backend, hooks.reduce_input_amax, f"input of {name}")
         needs_x, needs_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[8:])
+        kept = needs_w and spec.wgrad == "dequantized"
+        a_RK = quantize_reduced(x_RK, spec.input, backend, hooks.reduce_input_amax, f"input of {name}", kept)
         codes_ENK = weight.quantized if spec.dgrad == "dequantized" and isinstance(weight.quantized, QTensor) else None
         save_operands(
             ctx,

@@ -65,16 +65,20 @@ class AmaxHooks:
 NO_HOOKS = AmaxHooks()
 
 
-def quantize_reduced(x: Tensor, how: str, backend: Backend, reduce_amax: AmaxReduction | None, name: str) -> Operand:
+def quantize_reduced(
+    x: Tensor, how: str, backend: Backend, reduce_amax: AmaxReduction | None, name: str, kept: bool = True
+) -> Any:
     """``backend.quantize`` with the outer amax reduced over ranks first, where there is a reduction and a need.
 
+    ``kept`` False: ``backend.quantize_input``, for an input that nothing but the GEMM will read.
     Raises FormatError (NonFiniteError for NaN or Inf) that begins with ``name``.
     """
+    quantize = backend.quantize if kept else backend.quantize_input
     try:
         amax = operand_amax(x, how) if reduce_amax is not None else None
         if amax is not None and reduce_amax is not None:
             amax = reduce_amax(amax)
-        return backend.quantize(x, how, amax=amax)
+        return quantize(x, how, amax=amax)
     except FormatError as error:
         raise type(error)(f"{name}: {error}") from error
 
@@ -119,8 +123,9 @@ class _QuantMatmul(torch.autograd.Function):
         out_dtype: torch.dtype,
         name: str,
     ) -> Tensor:
-        a_MK = quantize_reduced(x_MK, spec.input, backend, hooks.reduce_input_amax, f"input of {name}")
         needs_x, needs_w = ctx.needs_input_grad[:2]
+        kept = needs_w and spec.wgrad == "dequantized"
+        a_MK = quantize_reduced(x_MK, spec.input, backend, hooks.reduce_input_amax, f"input of {name}", kept)
         save_operands(
             ctx,
             original_or_dequantized(x_MK, a_MK, spec.wgrad) if needs_w else None,

@@ -101,11 +101,41 @@ def swiglu(gate_up: Tensor, strict: bool, fused: Fused | None = None) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def wide_linear(x_MK: Tensor, w_NK: Tensor, strict: bool) -> Tensor:
+class _FusedWideLinear(torch.autograd.Function):
+    """The backend's kernel forward. Backward in BF16 products, which need no FP32 copy of the weight.
+
+    The FP32 gradient is the sum of two BF16 numbers up to 2^-16 of it, and so its products are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, fused: Fused) -> Tensor:
+        out_MN = fused.wide_linear(x_MK, w_NK)
+        ctx.save_for_backward(x_MK, w_NK)
+        return wide_linear(x_MK, w_NK, strict=False) if out_MN is None else out_MN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, w_NK = ctx.saved_tensors
+        high_MN = grads[0].to(x_MK.dtype)
+        low_MN = (grads[0] - high_MN.float()).to(x_MK.dtype)
+
+        def product(transposed: bool, other: Tensor) -> Tensor:
+            parts = (d.t() if transposed else d for d in (high_MN, low_MN))
+            high, low = (torch.mm(d, other, out_dtype=torch.float32) for d in parts)
+            return (high + low).to(other.dtype)
+
+        needs_x, needs_w, _ = ctx.needs_input_grad
+        return product(False, w_NK) if needs_x else None, product(True, x_MK) if needs_w else None, None
+
+
+def wide_linear(x_MK: Tensor, w_NK: Tensor, strict: bool, fused: Fused | None = None) -> Tensor:
     """x @ w.T, operands as they are, the result NOT rounded: float32 [M, N], float64 in strict mode.
 
     For the router and the LM head, whose outputs decide ranks and log-probs. A plan whose ``lm_head_dtype`` is bf16
-    rounds the result afterwards.
+    rounds the result afterwards. ``fused``: the backend's kernel for BF16 operands; not for strict.
     """
+    if fused is not None and x_MK.dtype == w_NK.dtype == torch.bfloat16:
+        out: Tensor = _FusedWideLinear.apply(x_MK, w_NK, fused)
+        return out
     work = work_dtype(strict)
     return x_MK.to(work) @ w_NK.to(work).T

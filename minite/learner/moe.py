@@ -27,6 +27,7 @@ class ReplayRouter(Router):
     """Top-k softmax router. ``replay_Tk`` (this rank's tokens) overrides its choice where it is not -1."""
 
     replay_Tk: Tensor | None = None  # set before each forward pass by PolicyModel
+    fused: Fused | None = None  # set by precision.bind
 
     def routing(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities and choice as megatron's dispatcher wants them: two [T, E], zero / False where not chosen."""
@@ -35,7 +36,7 @@ class ReplayRouter(Router):
         return torch.zeros_like(logits_TE).scatter(1, expert_Tk, prob_Tk), chosen_TE
 
     def forward(self, x: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        return self.routing(ops.wide_linear(x.flatten(0, 1), self.weight, self.config.strict))
+        return self.routing(ops.wide_linear(x.flatten(0, 1), self.weight, self.config.strict, self.fused))
 
 
 class CombiningDispatcher(MoEAlltoAllTokenDispatcher):

@@ -78,11 +78,13 @@ def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch
         _check_blocks(entry, entry.n, entry.k // tp)
         return Matmul(entry.name, entry, backend, AmaxHooks(shared_max, shared_max))
 
+    model.output_layer.fused = backend.fused
     for i, layer in enumerate(model.decoder.layers):
         attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         qkv, gate_up = plan[f"{attn}.q_proj"], f"{mlp}.gate_up_proj"
         layer.self_attention.linear_qkv.matmul = rows_split(f"{attn}.qkv_proj", qkv, config.kv_channels)
         layer.self_attention.linear_proj.matmul = columns_split(plan[f"{attn}.o_proj"])
+        layer.self_attention.core_attention.fused = backend.fused
         if config.num_moe_experts is None:
             layer.mlp.linear_fc1.matmul = rows_split(gate_up, plan[f"{mlp}.gate_proj"], config.ffn_hidden_size // tp)
             layer.mlp.linear_fc2.matmul = columns_split(plan[f"{mlp}.down_proj"])
@@ -90,7 +92,7 @@ def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch
             fc1, fc2 = (plan[f"{mlp}.experts.0.{x}_proj"] for x in ("gate", "down"))
             layer.mlp.experts.linear_fc1.matmul = GroupedMatmul(f"{mlp}.experts.gate_up_proj", fc1, backend)
             layer.mlp.experts.linear_fc2.matmul = GroupedMatmul(f"{mlp}.experts.down_proj", fc2, backend)
-            layer.mlp.token_dispatcher.fused = backend.fused
+            layer.mlp.token_dispatcher.fused = layer.mlp.router.fused = backend.fused
 
 
 def _check_blocks(entry: PlanEntry, rows: int, columns: int) -> None:

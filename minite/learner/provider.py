@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.layers import ops
 from minite.learner.precision import Matmul
 
@@ -65,6 +66,8 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """RoPE and causal attention over packed sequences. q [T, heads, D], k and v [T, KV heads, D] -> [T, heads * D]."""
 
+    fused: Fused | None = None  # set by precision.bind
+
     def __init__(self, config: PolicyConfig, **_: Any) -> None:  # megatron also passes mask type, groups, layer number
         super().__init__()
         self.scale, self.strict = config.kv_channels**-0.5, config.strict
@@ -73,7 +76,8 @@ class PackedAttention(torch.nn.Module):
         packed: PackedParams = kwargs["packed_seq_params"]
         q_THD = ops.apply_rope(q_THD, packed.cos_TD, packed.sin_TD, self.strict)
         k_THD = ops.apply_rope(k_THD, packed.cos_TD, packed.sin_TD, self.strict)
-        return ops.attention(q_THD, k_THD, v_THD, packed.cu_seqlens_q, self.scale, self.strict).flatten(1)
+        out_THD = ops.attention(q_THD, k_THD, v_THD, packed.cu_seqlens_q, self.scale, self.strict, self.fused)
+        return out_THD.flatten(1)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -100,9 +104,12 @@ class RowLinear(RowParallelLinear):
 class LogitsLinear(ColumnParallelLinear):
     """The LM head: logits of all tokens over the whole vocabulary, on every TP rank. FP32, FP64 in strict mode."""
 
+    fused: Fused | None = None  # set by precision.bind
+
     def forward(self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         x = gather_from_sequence_parallel_region(x, group=self.tp_group)
-        logits_TV = ops.wide_linear(x.flatten(0, 1), self.weight if weight is None else weight, self.config.strict)
+        weight = self.weight if weight is None else weight
+        logits_TV = ops.wide_linear(x.flatten(0, 1), weight, self.config.strict, self.fused)
         if self.config.logits_dtype is not None:
             logits_TV = logits_TV.to(self.config.logits_dtype)
         return gather_from_tensor_model_parallel_region(logits_TV, group=self.tp_group)[:, None], None

@@ -18,6 +18,7 @@ from minite.backends.reference import Prepared, ReferenceBackend
 from minite.config.operands import OPERANDS
 from minite.formats import FormatError, QTensor, block_scaled
 from minite.formats.checks import check_finite, check_shape, given_amax
+from minite.formats.nvfp4 import OUTER_MAX
 
 if TYPE_CHECKING:  # it imports triton
     from minite.backends.triton.packed import Packed
@@ -36,8 +37,9 @@ _QUANTIZED = {  # operand name -> block, outer scale of a matrix
 class TritonBackend:
     """Implements backends.base.Backend.
 
-    Products with an outer scale run in grouped.py, those without (gradients, MXFP8) in torch. What is not in _QUANTIZED
-    is quantized by the reference's torch code, on the device.
+    Products of rows with rows run in grouped.py and packed.py, by expert also in torch's grouped product: all of them
+    sum over K in steps of 16, in order, so a row has the same bits in any batch and any tile. Gradients, whose operands
+    are transposed, run in torch. What is not in _QUANTIZED is quantized by the reference's torch code, on the device.
 
     Weights with NaN or Inf, or an amax below their own, raise as in the reference. Activations are not looked at, which
     would stall the device in every linear: a row that holds NaN or Inf has a non-finite amax, so its results are too.
@@ -48,7 +50,7 @@ class TritonBackend:
 
     def __init__(self, *, strict: bool) -> None:
         from minite.backends.triton import grouped, packed, quantize
-        from minite.backends.triton.moe import FusedLayers
+        from minite.backends.triton.layers import FusedLayers
 
         self.strict = strict
         self._kernels, self._grouped, self._packed = quantize, grouped, packed
@@ -91,12 +93,18 @@ class TritonBackend:
             check_finite(x_MK, measured, "nvfp4", how)
             amax = measured if amax is None else given_amax(amax, measured, "nvfp4", how)
         elif amax is not None:
-            shape = x_MK.shape[: {"tensor": 0, "expert": 1, "row": x_MK.ndim - 1}[outer]]
-            if amax.dtype != torch.float32 or amax.numel() != shape.numel():
-                got = f"{amax.dtype} {list(amax.shape)}"
-                raise FormatError(f"triton: {how}: amax is {got}; expected float32 {list(shape)}")
-            amax = amax.to(x_MK.device).reshape(shape)
+            amax = _shaped_amax(amax, x_MK, outer, how)
         return self._kernels.quantize(x_MK, block, outer, amax)
+
+    def quantize_input(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Operand | Prepared:
+        """quantize and read back in one pass, for the inputs that have one."""
+        if how not in ("nvfp4_row", "nvfp4_tensor"):
+            return self.quantize(x_MK, how, amax=amax)
+        block, outer = _QUANTIZED[how]
+        x_MK = x_MK.detach()
+        check_shape(x_MK, block, outer, how)
+        amax = None if amax is None else _shaped_amax(amax, x_MK, outer, how)
+        return Prepared(*self._kernels.fake_quantize(x_MK, outer, amax), OUTER_MAX)
 
     def prepare(self, w: Operand, *, decode: bool = False) -> Prepared | Packed:
         """A weight [N, K] or [E, N, K] as codes x block scales in bfloat16, 16 bits an element.
@@ -162,10 +170,20 @@ class TritonBackend:
         return Prepared(values, x.amax, 1.0 if x.amax is None else x.outer_max)
 
 
+def _shaped_amax(amax: Tensor, x_MK: Tensor, outer: str, how: str) -> Tensor:
+    """A given amax of an input, as the kernels take it."""
+    shape = x_MK.shape[: {"tensor": 0, "expert": 1, "row": x_MK.ndim - 1}[outer]]
+    if amax.dtype != torch.float32 or amax.numel() != shape.numel():
+        got = f"{amax.dtype} {list(amax.shape)}"
+        raise FormatError(f"triton: {how}: amax is {got}; expected float32 {list(shape)}")
+    return amax.to(x_MK.device).reshape(shape)
+
+
 def _for_kernel(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> bool:
+    """Products of rows with rows, in bfloat16. Gradients have transposed operands, which torch takes as they lie."""
     return (
         a.values.dtype == b.values.dtype == torch.bfloat16
-        and (a.amax is not None or b.amax is not None)
+        and (a.amax is not None or b.amax is not None or (a.values.is_contiguous() and b.values.is_contiguous()))
         and a.values.shape[-1] % 8 == 0
         and out_dtype in (torch.bfloat16, torch.float32)
     )

@@ -15,12 +15,15 @@ import triton
 from torch import Tensor
 
 from minite.backends.reference import Prepared
-from minite.backends.triton import fused, grouped, moe, quantize
+from minite.backends.triton import fused, grouped, moe, packed, quantize
 from minite.backends.triton.backend import TritonBackend
 from minite.backends.triton.timing import Run, copy_bandwidth, medians
+from minite.formats import QTensor
+from minite.formats.nvfp4 import OUTER_MAX
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP, LAYERS = 2048, 768, 128, 8, 48
 TOKENS = 16384
+PEAK = 790.0  # TFLOP/s of BF16 products that an H200 was seen to reach
 Row = dict[str, float | str]
 
 
@@ -71,39 +74,57 @@ def bench_sync() -> list[Row]:
 
 
 def bench_gemm() -> list[Row]:
-    """Grouped GEMMs: torch's BF16 product, ours with scales in the epilogue, ours without."""
+    """Grouped GEMMs by tokens: BF16, naive (weight dequantized for every call), dequantized once, and packed.
+
+    ``bound``: ms that packed W4A4 cannot beat, of reading what it must read and of multiplying.
+    """
+    bandwidth = copy_bandwidth()
     rows: list[Row] = []
-    for tokens in (64, 1024, TOKENS):
-        routing = moe.Routing.of(torch.rand(tokens, EXPERTS, device="cuda").topk(TOP, dim=-1).indices, EXPERTS)
-        for name, n, k in (("gate_up", 2 * INTERMEDIATE, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
-            a, b = _normal(TOP * tokens, k), _normal(EXPERTS, n, k)
-            times = medians(_gemm_runs(a, b, routing.rows_E))
+    for name, n, k in (("gate_up", 2 * INTERMEDIATE, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
+        w = _normal(EXPERTS, n, k)
+        q = quantize.quantize(w, (1, 16), "expert")
+        for tokens in (1, 16, 64, 256, 1024, 4096, TOKENS):
+            chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP, dim=-1).indices
+            rows_E = moe.Routing.of(chosen, EXPERTS).rows_E
+            x = _normal(TOP * tokens, k)
+            times = medians(_gemm_runs(x, w, q, rows_E))
+            used, total = int((rows_E > 0).sum()), TOP * tokens
+            read = used * n * k * 0.5625 + 2 * total * (n + k)
+            bound = max(read / bandwidth / 1e9, 2 * total * n * k / PEAK / 1e9)
             rows += [
-                {"gemm": name, "tokens": tokens, "run": label, "ms": ms, "of BF16": ms / times["torch BF16"],
-                 "TFLOP/s": 2 * a.shape[0] * n * k / ms / 1e9} for label, ms in times.items()
+                {"gemm": name, "tokens": tokens, "run": label, "ms": ms, "speedup": times["torch BF16"] / ms,
+                 "bound ms": bound, "TFLOP/s": 2 * total * n * k / ms / 1e9} for label, ms in times.items()
             ]  # fmt: skip
     return rows
 
 
-def _gemm_runs(a: Tensor, b: Tensor, rows_E: Tensor) -> dict[str, Run]:
+def _gemm_runs(x: Tensor, w: Tensor, q: QTensor, rows_E: Tensor) -> dict[str, Run]:
     ends_E = rows_E.cumsum(0, dtype=torch.int32)
-    scaled_a = Prepared(a, a.float().abs().amax(1), 2688.0)
-    scaled_b = Prepared(b, b.float().abs().amax((1, 2)), 2688.0)
+    a = Prepared(*quantize.fake_quantize(x, "row"), OUTER_MAX)
+    wide, narrow = Prepared(quantize.block_scaled(q), q.amax, OUTER_MAX), packed.pack(q)
+
+    def naive() -> Tensor:
+        return F.grouped_mm(x, q.dequantize(torch.bfloat16).transpose(1, 2), offs=ends_E)
+
     return {
-        "torch BF16": lambda: F.grouped_mm(a, b.transpose(1, 2), offs=ends_E),
-        "BF16": lambda: grouped.gemm(Prepared(a, None), Prepared(b, None), torch.bfloat16, rows_E),
-        "scaled": lambda: grouped.gemm(scaled_a, scaled_b, torch.bfloat16, rows_E),
+        "torch BF16": lambda: F.grouped_mm(x, w.transpose(1, 2), offs=ends_E),
+        "naive": naive,
+        "W4A4 dequantized once": lambda: grouped.gemm(a, wide, torch.bfloat16, rows_E),
+        "W4A4 packed": lambda: packed.gemm(a, narrow, torch.bfloat16, rows_E),
+        "W4A16 packed": lambda: packed.gemm(Prepared(x, None), narrow, torch.bfloat16, rows_E),
     }
 
 
 def bench_moe() -> list[Row]:
     """A whole MoE layer from its normed input: router, permute, gate_up, SwiGLU, down, combine."""
     gate_up, down = _normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN), _normal(EXPERTS, HIDDEN, INTERMEDIATE)
-    router = _normal(EXPERTS, HIDDEN)
-    packed = [_prepared(w) for w in (gate_up, down)]
-    experts, inputs = TritonBackend(strict=False).fused.experts, ("nvfp4_row", "nvfp4_row")
+    router, backend = _normal(EXPERTS, HIDDEN), TritonBackend(strict=False)
+    quantized = [backend.quantize(w, "nvfp4_1d") for w in (gate_up, down)]
+    wide = [backend.prepare(q) for q in quantized]
+    narrow = [backend.prepare(q, decode=True) for q in quantized]
+    experts, w4a4, w4a16 = backend.fused.experts, ("nvfp4_row", "nvfp4_row"), ("bf16", "bf16")
     rows: list[Row] = []
-    for tokens in (1024, 4096, TOKENS):
+    for tokens in (1, 16, 64, 256, 1024, 4096, TOKENS):
         x = _normal(tokens, HIDDEN)
 
         def routed(x: Tensor = x) -> tuple[Tensor, Tensor]:
@@ -113,8 +134,9 @@ def bench_moe() -> list[Row]:
         runs: dict[str, Run] = {
             "BF16": lambda x=x, routed=routed: moe_bf16(x, *routed(), gate_up, down),
             "BF16, our GEMM": lambda x=x, routed=routed: moe_bf16(x, *routed(), gate_up, down, ours=True),
-            "W4A4": lambda x=x, routed=routed: experts(x, *routed(), EXPERTS, *packed, inputs),
-            "W4A4, torch GEMM": lambda x=x, routed=routed: experts_w4a4_torch(x, *routed(), *packed),
+            "W4A4": lambda x=x, routed=routed: experts(x, *routed(), EXPERTS, *wide, w4a4),
+            "W4A4 packed": lambda x=x, routed=routed: experts(x, *routed(), EXPERTS, *narrow, w4a4),
+            "W4A16 packed": lambda x=x, routed=routed: experts(x, *routed(), EXPERTS, *narrow, w4a16),
             "router alone": routed,
         }
         times = medians(runs)
@@ -140,29 +162,6 @@ def moe_bf16(
     h = fused.swiglu(product(x_TH[routing.token_R], gate_up), ("plain",))
     assert h.plain is not None
     return moe.combine(product(h.plain, down), prob_Tk, routing.position_Tk)
-
-
-def experts_w4a4_torch(x_TH: Tensor, prob_Tk: Tensor, expert_Tk: Tensor, gate_up: Prepared, down: Prepared) -> Tensor:
-    """W4A4 with torch's grouped product: sums are rounded before the outer scales, which SwiGLU and combine apply."""
-    assert gate_up.amax is not None and down.amax is not None
-    values_TH, amax_T = quantize.fake_quantize(x_TH, "row")
-    routing = moe.Routing.of(expert_Tk, EXPERTS)
-    ends_E = routing.rows_E.cumsum(0, dtype=torch.int32)
-    expert_R = torch.searchsorted(
-        ends_E, torch.arange(len(routing.token_R), device=x_TH.device, dtype=torch.int32), right=True
-    )
-    alpha = 1 / 2688**2
-    sums = F.grouped_mm(values_TH[routing.token_R], gate_up.values.transpose(1, 2), offs=ends_E)
-    h = fused.swiglu(sums, ("values",), amax_T[routing.token_R] * gate_up.amax[expert_R] * alpha)
-    assert h.values is not None and h.amax is not None
-    y_RH = F.grouped_mm(h.values, down.values.transpose(1, 2), offs=ends_E)
-    factor_R = h.amax * down.amax[expert_R] * alpha
-    return moe.combine(y_RH, prob_Tk * factor_R[routing.position_Tk.long()], routing.position_Tk)
-
-
-def _prepared(w: Tensor) -> Prepared:
-    q = quantize.quantize(w, (1, 16), "expert")
-    return Prepared(quantize.block_scaled(q), q.amax, q.outer_max)
 
 
 def _normal(*shape: int) -> Tensor:

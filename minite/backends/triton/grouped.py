@@ -33,12 +33,15 @@ class Config:
     warps: int = 8
 
     @classmethod
-    def choose(cls, rows_per_expert: float, out_dtype: torch.dtype) -> Config:
-        """Few rows: a short tile, so that padding costs little. Many: the tile with the fewest bytes per product."""
-        if rows_per_expert <= 64:
-            return cls(64, 128, k=128, stages=3, warps=4)
-        if out_dtype == torch.float32:  # a wider tile of results and the operands do not fit in shared memory together
-            return cls(128, 128)
+    def choose(cls, rows: int, experts: int, n: int, out_dtype: torch.dtype) -> Config:
+        """Few rows: a short tile, so that padding costs little. Many: the tile with the fewest bytes per product.
+
+        A single matrix also wants enough tiles for all multiprocessors. The choice changes no bit of the result.
+        """
+        if rows <= 64 * experts:
+            return cls(64, 64, k=128, warps=4) if experts == 1 and n < 2**14 else cls(64, 128, k=128, stages=3, warps=4)
+        if out_dtype == torch.float32 or (experts == 1 and rows <= 2048):
+            return cls(128, 128)  # float32 results and a wider tile do not fit in shared memory together
         return cls(128, 256)
 
 
@@ -111,6 +114,7 @@ def gemm(
     b: Prepared,
     out_dtype: torch.dtype,
     rows_E: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """[R, N] in out_dtype: rows of a [R, K], sorted by expert, times their expert's weight of b [E, N, K].
 
@@ -123,7 +127,7 @@ def gemm(
     out_RN = torch.empty(rows, n, dtype=out_dtype, device=device)
     if not rows:
         return out_RN
-    config = Config.choose(rows / experts, out_dtype)
+    config = config or Config.choose(rows, experts, n, out_dtype)
     table, limit = (None, 0) if rows_E is None else tile_table(rows_E, rows, config.m)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     a_amax = None if a.amax is None else a.amax.expand(rows).contiguous()

@@ -30,7 +30,7 @@ from minite.formats import QTensor
 ARCHITECTURE = (9, 0)
 _SHARED = 227 * 1024  # bytes a multiprocessor lends to one program
 _WORDS = 1024
-_WIDTHS = (8, 16, 24, 32, 48, 64, 96, 144)  # token tiles; each is compiled when first needed
+_WIDTHS = (8, 16, 24, 32, 48, 64, 80, 144)  # token tiles; each is compiled when first needed
 DEQUANTIZE_ROWS = 512  # rows an expert from which on dequantizing the weight first costs less than doing it by tile
 
 
@@ -63,7 +63,7 @@ class Tile:
 
     tokens: int  # of a tile
     warpgroups: int  # 64 rows of the weight each
-    stages: int = 0  # slots of 128 columns; 0: as many as leave room for others on a multiprocessor
+    stages: int = 0  # slots of 128 columns; 0: see slots
 
     @classmethod
     def choose(cls, rows: int, experts: int) -> Tile:
@@ -80,7 +80,9 @@ class Tile:
 
     @property
     def slots(self) -> int:
-        return self.stages or max(3, min(6, _SHARED // 2 // self.slot))
+        """Four, or fewer where two programs then share a multiprocessor: one multiplies while the other waits."""
+        for_two = _SHARED // 2 // self.slot
+        return self.stages or min(4, for_two if for_two >= 3 else _SHARED // self.slot)
 
 
 def fits(q: QTensor) -> bool:

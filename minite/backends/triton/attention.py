@@ -1,0 +1,120 @@
+"""Causal attention with grouped KV heads whose rows do not know of each other: prefill gives the bits of decode.
+
+One kernel for both. A program holds tokens x query heads of one KV head, and walks over the keys from the first one, in
+blocks; blocks beyond a row's position leave it as it is, to the bit. The softmax is kept up as the blocks go by (flash
+attention, arXiv 2205.14135, algorithm 1), in FP32; a probability enters the second product as the sum of two BF16
+numbers, so that it keeps 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minite.backends.triton.grouped import tile_table
+
+_ROWS, _KEYS = 64, 64  # of a tile; a row of wgmma gives the same bits wherever in the tile it lies
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+@triton.jit
+def _attention_kernel(
+    q, k, v, out, first, length, table, limit, H, KV, scale,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """first [S]: where the keys of a sequence begin. Decode (no table): query s is the last of length[s] tokens."""
+    kv_head, index = tl.program_id(1), tl.program_id(0)
+    if table is None:
+        sequence, token, end = index, index, index + 1
+        position = tl.load(length + sequence).to(tl.int32) - 1
+    else:
+        if index >= tl.load(table + 3 * limit):
+            return
+        sequence, token, end = (
+            tl.load(table + index),
+            tl.load(table + limit + index),
+            tl.load(table + 2 * limit + index),
+        )
+        position = token - tl.load(first + sequence).to(tl.int32)
+    key_0 = tl.load(first + sequence).to(tl.int64)
+    row, d = tl.arange(0, BM), tl.arange(0, D)
+    head = row % PADDED
+    inside = (token + row // PADDED < end) & (head < GROUP)
+    at = (token + row // PADDED).to(tl.int64) * H + kv_head * GROUP + head
+    x = tl.load(q + at[:, None] * D + d[None, :], inside[:, None], other=0)
+    last = position + row // PADDED
+    keys = position + tl.minimum(end - token, BM // PADDED)
+    biggest = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    for start in range(0, keys, BN):
+        column = start + tl.arange(0, BN)
+        there = (key_0 + column)[:, None] * (KV * D) + kv_head * D + d[None, :]
+        exists = (column < keys)[:, None]
+        score = tl.dot(x, tl.load(k + there, exists, other=0).to(x.dtype).T) * scale
+        score = tl.where(column[None, :] <= last[:, None], score, float("-inf"))
+        bigger = tl.maximum(biggest, tl.max(score, 1))
+        p = tl.exp2(score - bigger[:, None])
+        shrink = tl.exp2(biggest - bigger)
+        total = total * shrink + tl.sum(p, 1)
+        values = tl.load(v + there, exists, other=0).to(x.dtype)
+        high = p.to(x.dtype)
+        acc = tl.dot(high, values, acc * shrink[:, None])
+        acc = tl.dot((p - high.to(tl.float32)).to(x.dtype), values, acc)
+        biggest = bigger
+    acc = tl.div_rn(acc, tl.broadcast_to(total[:, None], (BM, D)))
+    tl.store(out + at[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), inside[:, None])
+
+
+def fits(q_THD: Tensor, kv_heads: int) -> bool:
+    """Whether the kernel takes these queries."""
+    heads, dim = q_THD.shape[1:]
+    return q_THD.dtype == torch.bfloat16 and dim in _HEAD_DIMS and heads // kv_heads <= _ROWS
+
+
+def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """As layers.attention.attention: packed sequences, [T, H, D]. cu_seqlens: integers [S + 1] on the device."""
+    group, padded = _group(q_THD, k_THD)
+    table, limit = tile_table(cu_seqlens.diff(), len(q_THD), _ROWS // padded)
+    return _launch(q_THD, k_THD, v_THD, cu_seqlens.contiguous(), None, table, limit, scale, group, padded)
+
+
+def attention_decode(
+    q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float
+) -> Tensor:
+    """One query per sequence over ``length_B`` keys that begin at ``first_B`` of the pools [slots, KV heads, D]."""
+    group, padded = _group(q_BHD, k_pool)
+    first_B, length_B = first_B.contiguous(), length_B.contiguous()
+    return _launch(q_BHD, k_pool, v_pool, first_B, length_B, None, len(q_BHD), scale, group, padded)
+
+
+def _group(q_THD: Tensor, k_THD: Tensor) -> tuple[int, int]:
+    group = q_THD.shape[1] // k_THD.shape[1]
+    return group, triton.next_power_of_2(group)
+
+
+def _launch(
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_S: Tensor,
+    length_S: Tensor | None,
+    table: Tensor | None,
+    programs: int,
+    scale: float,
+    group: int,
+    padded: int,
+) -> Tensor:
+    q_THD, k, v = q_THD.contiguous(), k.contiguous(), v.contiguous()
+    out_THD = torch.empty_like(q_THD)
+    (_, heads, dim), kv_heads = q_THD.shape, k.shape[1]
+    if programs:
+        _attention_kernel[(programs, kv_heads)](
+            q_THD, k, v, out_THD, first_S, length_S, table, programs, heads, kv_heads, scale / math.log(2),
+            GROUP=group, PADDED=padded, D=dim, BM=_ROWS, BN=_KEYS, num_warps=4, num_stages=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out_THD

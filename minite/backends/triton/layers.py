@@ -1,0 +1,89 @@
+"""Stretches of a layer with this backend's kernels: the row of the backend protocol called ``fused``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minite.backends.reference import Prepared
+from minite.backends.triton import attention, fused, moe
+from minite.backends.triton.quantize import fake_quantize
+from minite.formats.nvfp4 import OUTER_MAX
+
+if TYPE_CHECKING:
+    from minite.backends.triton.backend import TritonBackend
+
+
+class FusedLayers:
+    """Implements backends.base.Fused with the GEMMs of ``backend``."""
+
+    def __init__(self, backend: TritonBackend) -> None:
+        self._backend = backend
+
+    def swiglu(self, gate_up_R2I: Tensor) -> Tensor | None:
+        """As layers.ops.swiglu."""
+        if gate_up_R2I.dtype != torch.bfloat16 or gate_up_R2I.shape[1] % 32 != 0:
+            return None
+        return fused.swiglu(gate_up_R2I.contiguous(), ("plain",)).plain
+
+    def wide_linear(self, x_MK: Tensor, w_NK: Tensor) -> Tensor | None:
+        """As layers.ops.wide_linear: exact products, float32 sums."""
+        if x_MK.dtype != torch.bfloat16 or w_NK.dtype != torch.bfloat16 or not w_NK.is_contiguous():
+            return None
+        return self._backend.gemm(x_MK.contiguous(), Prepared(w_NK.detach(), None), torch.float32)
+
+    def attention(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor | None:
+        """As layers.ops.attention."""
+        if not attention.fits(q_THD, k_THD.shape[1]):
+            return None
+        return attention.attention(q_THD, k_THD, v_THD, cu_seqlens.to(q_THD.device), scale)
+
+    def attention_decode(
+        self, q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float
+    ) -> Tensor | None:
+        """One token of each sequence over all that the pools hold of it."""
+        if not attention.fits(q_BHD, k_pool.shape[1]):
+            return None
+        return attention.attention_decode(q_BHD, k_pool, v_pool, first_B, length_B, scale)
+
+    def combine(self, y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int) -> Tensor | None:
+        """As layers.ops.moe_combine."""
+        rows = len(token_R)
+        if y_RH.dtype != torch.bfloat16 or not rows or rows % num_tokens:
+            return None
+        position_R = token_R.argsort(stable=True)
+        position_Tk = position_R.view(num_tokens, rows // num_tokens)
+        prob_Tk = prob_R.float()[position_R].view_as(position_Tk)
+        return moe.combine(y_RH.contiguous(), prob_Tk, position_Tk.int())
+
+    def experts(
+        self,
+        x_TH: Tensor,
+        prob_Tk: Tensor,
+        expert_Tk: Tensor,
+        num_experts: int,
+        gate_up: object,
+        down: object,
+        inputs: tuple[str, str],
+    ) -> Tensor | None:
+        """As moe_permute, quantize, grouped_gemm, swiglu, quantize, grouped_gemm and moe_combine.
+
+        A token is quantized before its rows are copied: row-scaled codes do not depend on where a row lies.
+        """
+        if x_TH.dtype != torch.bfloat16 or x_TH.shape[1] % 16 or not set(inputs) <= {"nvfp4_row", "bf16"}:
+            return None
+        routing = moe.Routing.of(expert_Tk, num_experts)
+        token_R, product = routing.token_R, self._backend.grouped_gemm
+        if inputs[0] == "nvfp4_row":
+            values_TH, amax_T = fake_quantize(x_TH, "row")
+            x_RH = Prepared(values_TH[token_R], amax_T[token_R], OUTER_MAX)
+        else:
+            x_RH = Prepared(x_TH[token_R], None)
+        gate_up_R2I = product(x_RH, gate_up, routing.rows_E, torch.bfloat16)
+        if gate_up_R2I.shape[1] % 32:
+            return None
+        h = fused.swiglu(gate_up_R2I, ("values",) if inputs[1] == "nvfp4_row" else ("plain",))
+        h_RI = Prepared(h.plain, None) if h.values is None else Prepared(h.values, h.amax, OUTER_MAX)
+        return moe.combine(product(h_RI, down, routing.rows_E, torch.bfloat16), prob_Tk.float(), routing.position_Tk)
