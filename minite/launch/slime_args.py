@@ -144,7 +144,7 @@ def _data(config: RunConfig) -> Flags:
         "--prompt-data": _path(config.data.path),
         "--input-key": "prompt",
         "--label-key": "answer",
-        "--apply-chat-template": True,
+        "--apply-chat-template": config.data.chat_template,
         "--rollout-shuffle": True,
         "--rollout-seed": config.seed,
         reward: config.slime.reward,

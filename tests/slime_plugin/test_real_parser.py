@@ -14,63 +14,80 @@ from minite.models.hf_config import write_hf_config
 from minite.sync.modelopt import quantization_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+MORE = ["algo.kl_coef=0.001", "learner.min_lr=1e-7", "data.path=prompts.jsonl"]
+CASES = {  # recipe -> overrides
+    "qwen3_30b_a3b_w4a4_grpo": [],
+    "qwen3_30b_a3b_w4a4_all_grpo": ["precision.alignment=off", "precision.kv_cache=fp8"],
+    "qwen3_4b_w4a4_grpo": ["precision.alignment=off", "sampler.top_p=0.9", "slime.eval_data=eval.jsonl"],
+    "qwen3_4b_bf16_grpo": ["learner.tensor_parallel=2", "learner.data_parallel=4", "slime.offload_optimizer=true"],
+}
 
 
-def parsed(tmp_path, recipe, *overrides, more=()):
-    """(config, plan, slime's namespace)."""
-    base = load_recipe(RECIPES / recipe, overrides)
-    directory = tmp_path / "hf"
-    directory.mkdir()
-    text = {**write_hf_config(base.model)}
-    plan = resolve_plan(base)
-    if any(entry.quantized for entry in plan):
-        text["quantization_config"] = quantization_config(plan)
-    (directory / "config.json").write_text(json.dumps(text))
-    places = [f"model.checkpoint={directory}", f"slime.checkpoint={directory}", f"slime.save={tmp_path}/save"]
-    config = load_recipe(RECIPES / recipe, [*overrides, *places])
-    launch = files.prepare(config, plan, tmp_path / "out", Path("/slime"), None, "")
-    files.write(launch, tmp_path / "out")
-    out = in_slime("parse_arguments.py", *launch.arguments, *more)
-    return config, plan, json.loads(out.splitlines()[-1])
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory):
+    """Case -> (config, plan, slime's namespace, words that no parser knew)."""
+    folder = tmp_path_factory.mktemp("slime")
+    inputs, words = {}, {}
+    for name, overrides in CASES.items():
+        directory = folder / name
+        directory.mkdir()
+        places = [f"model.checkpoint={directory}", f"slime.checkpoint={directory}", f"slime.save={directory}/save"]
+        config = load_recipe(RECIPES / f"{name}.yaml", [*overrides, *MORE, *places])
+        plan = resolve_plan(config)
+        quantized = any(entry.quantized for entry in plan)
+        extra = {"quantization_config": quantization_config(plan)} if quantized else {}
+        (directory / "config.json").write_text(json.dumps({**write_hf_config(config.model), **extra}))
+        launch = files.prepare(config, plan, directory / "out", Path("/slime"), None, "")
+        files.write(launch, directory / "out")
+        inputs[name], words[name] = (config, plan), launch.arguments
+    words["misspelt"] = [*words["qwen3_4b_bf16_grpo"], "--mispelt", "1"]
+    inputs["misspelt"] = inputs["qwen3_4b_bf16_grpo"]
+    (folder / "cases.json").write_text(json.dumps(words))
+    results = json.loads(in_slime("parse_arguments.py", str(folder / "cases.json")).splitlines()[-1])
+    return {name: (*inputs[name], results[name]["args"], results[name]["unknown"]) for name in words}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "alignment"),
-    [
-        ("qwen3_30b_a3b_w4a4_grpo", "aligned"),
-        ("qwen3_30b_a3b_w4a4_all_grpo", "off"),
-        ("qwen3_4b_w4a4_grpo", "off"),
-        ("qwen3_4b_bf16_grpo", "aligned"),
-    ],
-)
-def test_the_real_parser_takes_every_argument(tmp_path, recipe, alignment):
-    overrides = [f"precision.alignment={alignment}", "algo.kl_coef=0.001", "learner.min_lr=1e-7"]
-    config, plan, got = parsed(tmp_path, f"{recipe}.yaml", *overrides)
-    m, a, x = config.model, config.algo, config.learner
+@pytest.mark.parametrize("case", CASES)
+def test_every_argument_is_known_and_arrives(parsed, case):
+    config, plan, got, unknown = parsed[case]
+    assert unknown == []
+    m, a, x, s = config.model, config.algo, config.learner, config.sampler
     assert got["minite"]["plan_digest"] == plan.digest and got["minite"]["recipe"]["name"] == config.name
-    assert (got["num_layers"], got["hidden_size"], got["kv_channels"]) == (m.num_layers, m.hidden_size, m.head_dim)
-    assert got["num_experts"] == (m.num_experts or None)
-    assert got["untie_embeddings_and_output_weights"] is not m.tie_word_embeddings
-    assert got["qk_layernorm"] is True and got["swiglu"] is True and got["add_bias_linear"] is False
-    assert got["normalization"] == "RMSNorm" and got["layernorm_epsilon"] == m.rms_norm_eps
-    assert got["lr"] == x.lr and got["min_lr"] == x.min_lr and got["lr_decay_style"] == "linear"
-    assert got["adam_beta2"] == x.beta2 and got["clip_grad"] == x.clip_grad and got["weight_decay"] == x.weight_decay
-    assert got["global_batch_size"] == a.prompts_per_step * a.group_size // a.minibatches
-    assert (got["eps_clip"], got["eps_clip_high"], got["eps_clip_c"]) == (a.clip_low, a.clip_high, a.dual_clip)
-    assert got["use_kl_loss"] is True and got["kl_loss_coef"] == 0.001
-    assert got["calculate_per_token_loss"] is True and got["use_tis"] is True and got["get_mismatch_metrics"] is True
-    assert got["colocate"] is True and got["offload_train"] is True and got["rollout_num_gpus"] == 8
-    assert got["expert_model_parallel_size"] == x.expert_parallel and got["tensor_model_parallel_size"] == 1
-    assert got["use_routing_replay"] is (m.num_experts > 0)
-    assert got["train_env_vars"].get("NVTE_USE_FAST_MATH") == ("0" if any(e.quantized for e in plan) else None)
-    experts = any(".experts." in e.name and e.quantized for e in plan)
-    assert got["sglang_moe_runner_backend"] == ("flashinfer_trtllm_routed" if experts else None)
-    assert got["bf16"] is True and got["fp4"] is None and got["fp8"] is None
-    assert got["sglang_mem_fraction_static"] == config.slime.memory_fraction
-    assert got["sglang_kv_cache_dtype"] == "auto" and got["sglang_enable_fp32_lm_head"] is True
-    assert got["load"] == got["ref_load"] == config.model.checkpoint  # nothing is saved yet
+    expected = {
+        "num_layers": m.num_layers, "hidden_size": m.hidden_size, "kv_channels": m.head_dim,
+        "num_query_groups": m.num_kv_heads, "num_experts": m.num_experts or None, "qk_layernorm": True,
+        "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "layernorm_epsilon": m.rms_norm_eps,
+        "untie_embeddings_and_output_weights": not m.tie_word_embeddings, "rotary_base": int(m.rope_theta),
+        "tensor_model_parallel_size": x.tensor_parallel, "sequence_parallel": x.tensor_parallel > 1,
+        "expert_model_parallel_size": x.expert_parallel, "max_tokens_per_gpu": x.tokens_per_microbatch,
+        "lr": x.lr, "min_lr": x.min_lr, "lr_decay_style": "linear", "adam_beta2": x.beta2, "clip_grad": x.clip_grad,
+        "weight_decay": x.weight_decay, "recompute_granularity": "full", "bf16": True, "fp4": None, "fp8": None,
+        "optimizer_cpu_offload": config.slime.offload_optimizer,
+        "global_batch_size": a.prompts_per_step * a.group_size // a.minibatches, "eps_clip": a.clip_low,
+        "eps_clip_high": a.clip_high, "eps_clip_c": a.dual_clip, "use_kl_loss": True, "kl_loss_coef": a.kl_coef,
+        "calculate_per_token_loss": True, "use_tis": True, "get_mismatch_metrics": True, "colocate": True,
+        "offload_train": True, "rollout_num_gpus": 8, "use_routing_replay": m.num_experts > 0,
+        "rollout_temperature": s.temperature, "rollout_top_p": s.top_p, "apply_chat_template": True,
+        "sglang_mem_fraction_static": config.slime.memory_fraction, "sglang_enable_fp32_lm_head": True,
+        "sglang_kv_cache_dtype": "fp8_e4m3" if plan.kv_cache == "fp8" else "auto",
+        "load": config.model.checkpoint, "ref_load": config.model.checkpoint,  # nothing is saved yet
+    }  # fmt: skip
+    assert {name: got[name] for name in expected} == expected
 
 
-def test_a_word_that_no_parser_knows_is_found(tmp_path):
-    with pytest.raises(AssertionError, match="no parser knows.*--mispelt"):
-        parsed(tmp_path, "qwen3_4b_bf16_grpo.yaml", more=["--mispelt", "1"])
+def test_precision_decides_engine_and_environment(parsed):
+    for _, plan, got, _ in parsed.values():
+        quantized = any(e.quantized for e in plan)
+        assert got["train_env_vars"].get("NVTE_USE_FAST_MATH") == ("0" if quantized else None)
+        experts = any(".experts." in e.name and e.quantized for e in plan)
+        assert got["sglang_moe_runner_backend"] == ("flashinfer_trtllm_routed" if experts else None)
+
+
+def test_evaluation_is_on_only_with_its_data(parsed):
+    _, _, with_data, _ = parsed["qwen3_4b_w4a4_grpo"]
+    assert with_data["eval_interval"] == 10 and with_data["eval_prompt_data"][0] == "heldout"
+    assert parsed["qwen3_4b_bf16_grpo"][2]["eval_interval"] is None
+
+
+def test_a_word_that_no_parser_knows_is_seen(parsed):
+    assert parsed["misspelt"][3] == ["--mispelt"]
