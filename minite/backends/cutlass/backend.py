@@ -33,11 +33,13 @@ class NativeBackend:
 
     name = "native"
     kind = "native"
-    fused: Fused | None = None  # layers go step by step: triton's stretches would multiply emulated
 
     def __init__(self, *, strict: bool) -> None:
+        from minite.backends.cutlass.fused import NativeFused
+
         self.strict = strict
         self._emulation = TritonBackend(strict=False)
+        self.fused: Fused | None = NativeFused(self._emulation)
 
     @staticmethod
     def refused(device: str, strict: bool) -> str | None:

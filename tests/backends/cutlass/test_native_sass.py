@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,18 @@ FP4_MMA = re.compile(r"UTCOMMA(\.2CTA)?\.(4X|BLOCK16)$")  # one scale per 16 col
 SPILL = re.compile(r"(STL|LDL)(\.|$)")
 
 
-def compiled(unit: str, architecture: str) -> dict[str, list[str]]:
+def toolchain() -> tuple[str, list[Path]]:
+    """The version of nvcc and the include folders; skips where one of them cannot be had."""
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc on the path")
     try:
-        version, includes = build.nvcc_version(), headers.include_dirs()
+        return build.nvcc_version(), headers.include_dirs()
     except UserError as error:
         pytest.skip(str(error))
+
+
+def compiled(unit: str, architecture: str) -> dict[str, list[str]]:
+    version, includes = toolchain()
     made: Path = build.compile_unit(unit, build.ARCHITECTURES[architecture], includes, version)
     return kernels(made)
 
@@ -83,3 +89,26 @@ def test_quantizers_keep_rows_in_registers_and_convert_in_hardware_where_there_i
             assert any("E2M1" in i for i in code) == (architecture in NATIVE), name
         if "quantize_rows" in name:
             assert any(re.match(r"LDG\.E\.128", i) for i in code), f"{name}: narrow loads"
+
+
+@pytest.mark.parametrize("architecture", build.ARCHITECTURES)
+def test_operands_lie_where_the_kernels_look_for_them(architecture, tmp_path):
+    """CuTe layouts of the very kernel types of csrc, evaluated on the host: operand_layout.cu."""
+    _, includes = toolchain()
+    number, program = architecture.removeprefix("sm_"), tmp_path / "operand_layout"
+    target = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    target.append(f"-DMINITE_ARCHITECTURE={build.ARCHITECTURES[architecture].number}")
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "--expt-relaxed-constexpr",
+        f"-I{build.CSRC}",
+        *(f"-I{path}" for path in includes),
+    ]
+    source = Path(__file__).with_name("operand_layout.cu")
+    subprocess.run(["nvcc", *flags, *target, str(source), "-o", str(program)], check=True)
+    printed = subprocess.run([str(program)], capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stdout
+    compared, mistakes = re.search(r"(\d+) compared, (\d+) mistakes", printed.stdout).groups()
+    assert int(compared) > 1_000_000 and mistakes == "0"

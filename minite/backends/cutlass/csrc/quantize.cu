@@ -105,13 +105,18 @@ __global__ void __launch_bounds__(kWarp* kWarps) quantize_rows(const MiniteQuant
 __global__ void __launch_bounds__(kWarp* kWarps) quantize_squares(const MiniteQuantize q) {
   const int lane = threadIdx.x % kWarp, columns = q.k / kBlock;
   const int64_t block = (int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp) * 2 + lane / kBlock;
-  if (block >= q.rows / kBlock * columns) return;
+  const bool inside = block < q.rows / kBlock * columns;  // of the last warp half may be outside, and shuffles need both
   const int column = int(block % columns);
   const int64_t r = block / columns * kBlock + lane % kBlock;
-  const Block x = load(static_cast<const uint16_t*>(q.x) + r * q.k + column * kBlock);
-  const float block_amax = as_float(__reduce_max_sync(0xFFFFu << (lane & kBlock), amax_bits(x)));
+  Block x{};
+  if (inside) x = load(static_cast<const uint16_t*>(q.x) + r * q.k + column * kBlock);
+  uint32_t largest = amax_bits(x);
+#pragma unroll
+  for (int step = 1; step < kBlock; step *= 2) largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
+  if (!inside) return;
   const float outer = outer_encode(q.amax_in[r / q.rows_per_amax], kOuterMax);
-  store(q, r, q.scales.tiles == nullptr ? 0 : tile_row(q.scales, r), column, encode(x, block_amax, outer, 1.0f / outer));
+  const Encoded encoded = encode(x, as_float(largest), outer, 1.0f / outer);
+  store(q, r, q.scales.tiles == nullptr ? 0 : tile_row(q.scales, r), column, encoded);
 }
 
 // One thread a row and four columns.
