@@ -54,10 +54,10 @@ def measure(shape_MK: tuple[int, int] = SHAPE_MK, *, turns: int = 9) -> list[Rat
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for turn in range(turns + 1):
         for key in list(runs) if turn % 2 else list(reversed(runs)):
-            start = time.perf_counter()
+            start = time.thread_time()
             runs[key][0]()
             if turn:  # the first turn compiles and warms up
-                times[key].append(time.perf_counter() - start)
+                times[key].append(time.thread_time() - start)
     seconds = {key: statistics.median(t) for key, t in times.items()}
     rates = {key: runs[key][1] / seconds[key] / 1e9 for key in runs}
     copy = ("copy", "torch")

@@ -34,14 +34,15 @@ def _even_odd(x_RK, row, j):  # type: ignore[no-untyped-def]
 
 @inlined
 def e2m1(magnitude):  # type: ignore[no-untyped-def]
-    """Code 0..7 of a float32 >= 0, ties to the even code, saturating; formats.rounding.e2m1_code says why the least.
+    """Code 0..7 of a float32 >= 0 in the low byte, ties to the even code, saturating; the other bits are no code's.
 
-    The three additions round to multiples of 0.5, 1 and 2. 2 and 8, which rest in the sums, are the codes' offsets.
+    It is the least of three roundings; formats.rounding.e2m1_code says why. The additions round to multiples of 0.5, 1
+    and 2; the 2 and the 8 in their constants are the offsets of the codes. All are counted from the bits of 2^22.
     """
     m = magnitude if magnitude < F32(6) else F32(6)
-    halves = I32(F32(m + F32(2.0**22)).view(I32) - I32(0x4A800000))
-    ones = I32(F32(m + F32(2.0**23 + 2)).view(I32) - I32(0x4B000000))
-    twos = I32(F32(m + F32(2.0**24 + 8)).view(I32) - I32(0x4B800000))
+    halves = F32(m + F32(2.0**22)).view(I32)
+    ones = I32(F32(m + F32(2.0**23 + 2)).view(I32) - I32(0x00800000))
+    twos = I32(F32(m + F32(2.0**24 + 8)).view(I32) - I32(0x01000000))
     least = halves if halves < ones else ones
     return least if least < twos else twos
 

@@ -1,4 +1,4 @@
-"""NVFP4 quantizer: two passes over the tensor, block maxima and then codes. Byte for byte formats.nvfp4.quantize.
+"""NVFP4 quantizer: block maxima, then codes. Byte for byte formats.nvfp4.quantize.
 
 The arithmetic, and its order, is the one in the docstring of formats/nvfp4.py.
 """
@@ -24,15 +24,20 @@ def quantize(x: Tensor, block: tuple[int, int], outer: str, amax: Tensor | None)
     """formats.nvfp4.quantize of x on a CPU, to nearest; 16x16 blocks not with outer "row"; amax finite if given."""
     check_shape(x, block, outer, "tensor")
     x_RK = _matrix(x)
-    g = x.shape[-1] // BLOCK
-    block_amax = np.empty((x_RK.shape[0] // block[0], g), U32)
+    codes = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8)
+    scale = torch.empty(*x.shape[:-1], x.shape[-1] // BLOCK, dtype=torch.uint8)
     measured = torch.zeros({"tensor": (), "expert": x.shape[:1], "row": x.shape[:-1]}[outer], dtype=torch.float32)
-    if measure(x_RK, block[0], block_amax, _flat(measured).view(U32)) > FLT_MAX_BITS:
+    by_row = outer == "row" and amax is None
+    if by_row:
+        largest = encode_rows(x_RK, _flat(measured), _rows(codes), _rows(scale))
+    else:
+        block_amax = np.empty((x_RK.shape[0] // block[0], x.shape[-1] // BLOCK), U32)
+        largest = measure(x_RK, block[0], block_amax, _flat(measured).view(U32))
+    if largest > FLT_MAX_BITS:
         check_finite(x, measured, "nvfp4", "tensor")
     outer_amax = measured if amax is None else given_amax(amax, measured, "nvfp4", "tensor")
-    codes = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8)
-    scale = torch.empty(*x.shape[:-1], g, dtype=torch.uint8)
-    encode(x_RK, block[0], block_amax, _flat(outer_amax), _rows(codes), _rows(scale))
+    if not by_row:
+        encode(x_RK, block[0], block_amax, _flat(outer_amax), _rows(codes), _rows(scale))
     return QTensor("nvfp4", codes, scale.view(torch.float8_e4m3fn), outer_amax, tuple(x.shape), block)
 
 
@@ -50,9 +55,7 @@ def measure(x_RK, block_rows, amax_TG, amax_O):  # type: ignore[no-untyped-def]
             amax_G[g] = 0
         for row in range(tile * block_rows, (tile + 1) * block_rows):
             _raise_block_amax(x_RK, row, amax_G)
-        tile_amax = U32(0)
-        for g in range(amax_G.shape[0]):
-            tile_amax = tile_amax if tile_amax > amax_G[g] else amax_G[g]
+        tile_amax = _largest(amax_G)
         amax_O[tile // each] = max(amax_O[tile // each], tile_amax)
         largest = max(largest, tile_amax)
     return largest
@@ -84,6 +87,35 @@ def encode(x_RK, block_rows, amax_TG, amax_O, codes_RB, scale_RG):  # type: igno
             for i in range(g):
                 scale_RG[row, i] = scale_RG[first, i]
             _codes(x_RK, row, factor_B.view(F32), codes_RB[row])
+
+
+@kernel
+def encode_rows(x_RK, amax_R, codes_RB, scale_RG):  # type: ignore[no-untyped-def]
+    """measure and encode of a row while it is in the cache, where each has its own outer amax: float32 [rows], filled.
+
+    Returns the bits of the largest amax.
+    """
+    rows, g = scale_RG.shape
+    amax_G, factor_G, factor_B, largest = np.empty(g, U32), np.empty(g, F32), np.empty(4 * g, U64), U32(0)
+    for row in range(rows):
+        for i in range(g):
+            amax_G[i] = 0
+        _raise_block_amax(x_RK, row, amax_G)
+        row_amax = _largest(amax_G)
+        largest = max(largest, row_amax)
+        amax_R[row] = U32(row_amax).view(F32)
+        _scales(amax_G, amax_R[row], scale_RG[row], factor_G)
+        spread(factor_G, factor_B)
+        _codes(x_RK, row, factor_B.view(F32), codes_RB[row])
+    return largest
+
+
+@inlined
+def _largest(amax_G):  # type: ignore[no-untyped-def]
+    largest = U32(0)
+    for g in range(amax_G.shape[0]):
+        largest = largest if largest > amax_G[g] else amax_G[g]
+    return largest
 
 
 @inlined
