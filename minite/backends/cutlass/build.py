@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,20 +80,26 @@ def library_file(architecture: Architecture) -> Path | None:
     return max(built, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def build(architecture: Architecture, *, wheel: Path | None = None, report: Callable[[str], None] = print) -> Path:
-    """The library of one architecture, compiled if it is not there yet: about a minute of CPU and 6 GB for a GEMM."""
+def build(
+    architecture: Architecture, *, wheel: Path | None = None, jobs: int = 1, report: Callable[[str], None] = print
+) -> Path:
+    """The library of one architecture, compiled if it is not there yet; ``jobs``: files that are compiled at once."""
     version = nvcc_version()
     library = _home() / f"libminite_{architecture.name}-{sources_digest()}-{version}.so"
     if library.is_file():
         report(f"{architecture.name}: up to date, {library}")
         return library
     includes = headers.include_dirs(wheel)
-    objects = []
-    for number, unit in enumerate(UNITS, 1):
-        report(f"{architecture.name}: [{number}/{len(UNITS)}] {unit}")
+    report(f"{architecture.name}: compiling {', '.join(UNITS)}; minutes each")
+
+    def timed(unit: str) -> Path:
         started = time.monotonic()
-        objects.append(compile_unit(unit, architecture, includes, version))
-        report(f"{architecture.name}: [{number}/{len(UNITS)}] {unit}: {time.monotonic() - started:.0f} s")
+        made = compile_unit(unit, architecture, includes, version)
+        report(f"{architecture.name}: {unit}, {time.monotonic() - started:.0f} s")
+        return made
+
+    with ThreadPoolExecutor(jobs) as pool:
+        objects = list(pool.map(timed, UNITS))
     _nvcc([*LINK, *map(str, objects)], library, f"linking {library.name}")
     report(f"{architecture.name}: {library}")
     return library
@@ -118,10 +125,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", choices=names, default=names, help=f"{known}; default: all")
     wheel_help = f"the wheel of {headers.REQUIREMENT}; default: pip downloads it"
     parser.add_argument("--wheel", type=Path, metavar="FILE", help=wheel_help)
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="files compiled at once, 6 to 8 GB each; default: 1"
+    )
     args = parser.parse_args(argv)
     try:
         for name in args.arch:
-            build(ARCHITECTURES[name], wheel=args.wheel, report=lambda line: print(line, flush=True))
+            build(ARCHITECTURES[name], wheel=args.wheel, jobs=args.jobs, report=lambda line: print(line, flush=True))
     except UserError as error:
         print(f"minite: error: {error}", file=sys.stderr)
         return 2

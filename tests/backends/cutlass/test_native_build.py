@@ -62,7 +62,7 @@ def test_a_library_is_built_once(nvcc):
     assert len(units) == len(build.UNITS) and all("arch=compute_100a,code=sm_100a" in call for call in units)
     assert all("-DMINITE_ARCHITECTURE=100" in call and "-fmad=false" in call for call in units)
     assert link.startswith("-shared -cudart=static")
-    assert [line for line in said if "[3/3] grouped.cu" in line]
+    assert [line for line in said if line.startswith("sm_100a: grouped.cu, 0 s")]
     assert build.build(SM_100A, report=silent) == made and len(calls(nvcc)) == 4
     assert not [p for p in made.parent.iterdir() if p.is_dir()]  # nothing half made is left
 
@@ -96,8 +96,8 @@ def test_a_failed_compile_says_where_and_leaves_nothing(nvcc, monkeypatch):
         build.build(SM_100A, report=silent)
     assert build.library_file(SM_100A) is None
     monkeypatch.setenv("FAIL", "")
-    build.build(SM_100A, report=silent)
-    assert len(calls(nvcc)) == 2 + 2 + 1  # quantize.cu was kept
+    build.build(SM_100A, report=silent, jobs=3)
+    assert sum("quantize.cu" in call for call in calls(nvcc)) == 1  # it was kept
 
 
 def test_no_nvcc_and_an_old_one_are_said(nvcc, monkeypatch, capsys, tmp_path):
