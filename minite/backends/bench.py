@@ -24,6 +24,7 @@ class Row:
     """Median times of one shape. [ms]"""
 
     mnk: tuple[int, int, int]
+    backend: str
     torch_bf16: float  # torch.nn.functional.linear on BF16 tensors
     backend_bf16: float  # the backend's own BF16 GEMM
     quantize: float  # the activations alone
@@ -40,19 +41,19 @@ class Row:
         return self.w4a4 / self.backend_bf16
 
 
-def measure(shape_MNK: tuple[int, int, int], *, device: str = "cpu", repeats: int = 9) -> Row:
-    """Time one shape. The runs take turns, forwards then backwards, so that drift of the machine hits all alike."""
+def measure(shape_MNK: tuple[int, int, int], *, backend: str = "auto", device: str = "cpu", repeats: int = 9) -> Row:
+    """Time one shape in a backend. The runs take turns, forwards then backwards: drift of the machine hits all alike."""
     m, n, k = shape_MNK
-    backend = get_backend("reference", device=device, strict=False)
+    here = get_backend(backend, device=device, strict=False)
     generator = torch.Generator().manual_seed(0)
     x_MK = torch.randn(m, k, generator=generator).to(device, torch.bfloat16)
     w_NK = torch.randn(n, k, generator=generator).to(device, torch.bfloat16)
-    plain, packed = backend.prepare(w_NK), backend.prepare(backend.quantize(w_NK, "nvfp4_1d"))
+    plain, packed = here.prepare(w_NK), here.prepare(here.quantize(w_NK, "nvfp4_1d"))
     runs: dict[str, Callable[[], object]] = {
         "torch_bf16": lambda: torch.nn.functional.linear(x_MK, w_NK),
-        "backend_bf16": lambda: backend.gemm(x_MK, plain, torch.bfloat16),
-        "quantize": lambda: backend.quantize(x_MK, "nvfp4_row"),
-        "w4a4": lambda: backend.gemm(backend.quantize(x_MK, "nvfp4_row"), packed, torch.bfloat16),
+        "backend_bf16": lambda: here.gemm(x_MK, plain, torch.bfloat16),
+        "quantize": lambda: here.quantize(x_MK, "nvfp4_row"),
+        "w4a4": lambda: here.gemm(here.quantize(x_MK, "nvfp4_row"), packed, torch.bfloat16),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
@@ -61,7 +62,7 @@ def measure(shape_MNK: tuple[int, int, int], *, device: str = "cpu", repeats: in
             elapsed = _timed(runs[name], device)
             if turn:  # the first turn only warms up
                 times[name].append(elapsed)
-    return Row(shape_MNK, **{name: statistics.median(t) for name, t in times.items()})
+    return Row(shape_MNK, here.name, **{name: statistics.median(t) for name, t in times.items()})
 
 
 def table(rows: list[Row]) -> str:
@@ -73,6 +74,7 @@ def table(rows: list[Row]) -> str:
         lines.append(f"{shape:18} {times} {row.ratio:16.2f} {row.ratio_backend:15.2f}")
     worst = max(row.ratio for row in rows)
     verdict = "within" if worst <= BOUND else "ABOVE"
+    lines.append(f"backend {', '.join(sorted({row.backend for row in rows}))}")
     lines.append(f"worst W4A4 / BF16 torch: {worst:.2f}, {verdict} the bound of {BOUND:g}")
     return "\n".join(lines)
 
@@ -86,4 +88,5 @@ def _timed(run: Callable[[], object], device: str) -> float:
 
 
 if __name__ == "__main__":
-    print(table([measure(shape) for shape in SHAPES_MNK]))
+    for name in ("auto", "reference"):
+        print(table([measure(shape, backend=name) for shape in SHAPES_MNK]))
