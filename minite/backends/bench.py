@@ -42,7 +42,7 @@ class Row:
 
 
 def measure(shape_MNK: tuple[int, int, int], *, backend: str = "auto", device: str = "cpu", repeats: int = 9) -> Row:
-    """Time one shape in a backend. The runs take turns, forwards then backwards: drift of the machine hits all alike."""
+    """Time one shape in a backend. The runs take turns, forwards then backwards, so that drift hits all alike."""
     m, n, k = shape_MNK
     here = get_backend(backend, device=device, strict=False)
     generator = torch.Generator().manual_seed(0)
