@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 def convert(args: argparse.Namespace) -> int:
     """Convert a checkpoint between Hugging Face BF16, NVFP4 and block FP8. Go on with an interrupted conversion by the
     same command."""
+    import torch
+
     from minite.backends.registry import get_backend
     from minite.cli.progress import ByteProgress
     from minite.config import load_recipe
     from minite.sync.convert import convert as run
 
+    torch.set_num_threads(1)  # tensors are small, and a second core hashes and writes; torch's others would only spin
     recipe = load_recipe(args.recipe, args.override)
     backend = get_backend("auto", device="cpu", strict=False)
     with ByteProgress(args.target.name) as progress:

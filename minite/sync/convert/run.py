@@ -19,16 +19,14 @@ from minite.models import get_model
 from minite.sync.checkpoint import INDEX, Checkpoint, index_json, read_json, write_json
 from minite.sync.convert.inputs import input_scales
 from minite.sync.convert.layout import Unit, files, units
+from minite.sync.convert.output import OutputFile
 from minite.sync.convert.partial import JOURNAL, Partial, clean
 from minite.sync.digests import DIGEST_FILE, digest_json
 from minite.sync.export import Quantizer, check_tensor, quantize_group
-from minite.sync.names import AMAX
 from minite.sync.reconcile import ScaleCost, share_outer, untied
 from minite.sync.source import AMAX_FILE, Held, Source
 from minite.sync.stored import MODEL_DTYPES, to_parts
-from minite.sync.targets import QUANT_CONFIG, configs, retarget, to_disk, to_sent
-from minite.sync.tensor_file import TensorFileWriter
-from minite.sync.verify import Digest
+from minite.sync.targets import QUANT_CONFIG, configs, retarget
 
 FILE_BYTES = 1 << 30  # of one output file: what an interruption loses at most
 REPORT_FILE = "minite_report.json"
@@ -59,7 +57,7 @@ def convert(
     progress: Progress | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Report:
-    """Convert a checkpoint directory, in the memory of one fusion group.
+    """Convert a checkpoint directory, in the memory of two fusion groups.
 
     ``target`` appears whole or not at all. Interrupted, the conversion leaves ``target``.partial, and the same call
     goes on with it; the result has the same bytes as an uninterrupted one.
@@ -137,31 +135,15 @@ class Conversion:
 
     def write_file(self, path: Path, content: list[Unit]) -> dict[str, Any]:
         """Write one file and return its record for the journal."""
-        writer = TensorFileWriter(path, {name: stored for unit in content for name, stored in unit.disk.items()})
-        sent, disk_only = Digest(), Digest()
-        amaxes: dict[str, float] = {}
+        stored = {name: one for unit in content for name, one in unit.disk.items()}
         costs: list[ScaleCost] = []
-        for unit in content:
-            tensors, unit_costs = self.tensors_of(unit)
-            costs += unit_costs
-            for name, tensor in to_disk(self.to, self.plan, tensors, self.inputs).items():
-                writer.write(name, tensor)
-                if to_sent(self.to, name, tensor) is None:
-                    disk_only.update(name, tensor)
-            for name, tensor in tensors.items():
-                sent.update(name, tensor)
-                if name.endswith(f".{AMAX}"):
-                    amaxes[name] = float(tensor)
-            self._count(unit)
-        writer.close()
-        return {
-            "file": path.name,
-            "size": writer.size,
-            "sent": sent.parts,
-            "disk_only": disk_only.parts,
-            "amax": amaxes,
-            "untied": [asdict(cost) for cost in costs],
-        }
+        with OutputFile(path, stored, self.to, self.plan, self.inputs) as file:
+            for unit in content:
+                tensors, unit_costs = self.tensors_of(unit)
+                file.add(tensors)
+                costs += unit_costs
+                self._count(unit)
+            return {**file.finish(), "untied": [asdict(cost) for cost in costs]}
 
     def tensors_of(self, unit: Unit) -> tuple[dict[str, Tensor], list[ScaleCost]]:
         """What a sampler would be sent for the unit, and what its outer scales cost."""
