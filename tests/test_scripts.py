@@ -72,6 +72,11 @@ def test_first_call_installs_and_later_calls_do_not(checkout: Path) -> None:
     assert installs(checkout) == 1
 
 
+def test_the_pretrained_model_is_one_command(checkout: Path) -> None:
+    code, out, _ = finish(start(checkout, "smollm2", "some where"))
+    assert (code, out) == (0, f"ran: {checkout}/scripts/smollm2.py some where\n") and installs(checkout) == 1
+
+
 @pytest.mark.parametrize("name", ["setup.py", "constraints.txt"])
 def test_changed_requirements_are_installed_again(checkout: Path, name: str) -> None:
     finish(start(checkout, "train"))

@@ -78,6 +78,7 @@ def test_distinct_share():
     assert greedy.distinct_share([1, 2, 3, 4, 5]) == 1.0
     assert greedy.distinct_share([7] * 11) == 1 / 8
     assert greedy.distinct_share([1, 2, 3, 4, 1, 2, 3, 4]) == 4 / 5
+    assert greedy.distinct_share([1, 2, 3, 4, 1, 2, 3, 5]) == 1.0  # only three tokens come twice
 
 
 def test_plans_change_the_value_and_pairs_are_of_the_same_windows(checkpoint, tmp_path):
