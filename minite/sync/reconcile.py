@@ -27,7 +27,7 @@ class ScaleCost:
     """What sharing an outer scale costs one tensor, over its blocks with a scale above 0."""
 
     tensor: str
-    ratio: float  # its outer scale over the shared one, at most 1
+    ratio: float  # its outer scale over the shared one; at most 1, but for a member of zeros
     max_relative: float  # error of a block, 1 for one that became 0
     mean_relative: float
     saturated: int  # blocks
@@ -41,20 +41,26 @@ def outer_of(q: QTensor) -> Tensor:
 
 
 def share_outer(group: Mapping[str, QTensor]) -> tuple[dict[str, QTensor], list[ScaleCost]]:
-    """The members under the largest amax among them, and the cost for each. Codes stay as they are."""
-    shared = torch.stack([outer_of(q) for q in group.values()]).amax()
+    """The members under the largest amax among them, and the cost for each. Codes stay as they are.
+
+    A member of zeros has no say: exporters give it the outer scale 1, under which the others would vanish.
+    """
+    zeros = {name for name, q in group.items() if not bool((q.codes & 0x77).any())}
+    speaking = [outer_of(q) for name, q in group.items() if name not in zeros] or [outer_of(q) for q in group.values()]
+    shared = torch.stack(speaking).amax()
     result, costs = {}, []
     for name, q in group.items():
         assert q.block_scale is not None
-        if torch.equal(outer_of(q), shared):
-            result[name] = q
-            costs.append(ScaleCost(name, 1.0, 0.0, 0.0, 0, 0))
+        ratio = float(outer_of(q)) / float(shared)
+        if name in zeros or ratio == 1:
+            result[name] = replace(q, amax=shared.clone())
+            costs.append(ScaleCost(name, ratio, 0.0, 0.0, 0, 0))
             continue
         # float64, because the exact product is what the rounded one is compared with
         exact = q.block_scale.double() * (outer_of(q).double() / shared.double())
         rounded = e4m3(exact.float())
         result[name] = replace(q, block_scale=rounded, amax=shared.clone())
-        costs.append(_cost(name, exact, rounded, float(outer_of(q)) / float(shared)))
+        costs.append(_cost(name, exact, rounded, ratio))
     return result, costs
 
 
