@@ -13,39 +13,29 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from tiny_engine import DENSE, MOE, config, engine, load, requests, shipment
+from real_sglang import NEEDS_SGLANG, sglang_engine
+from tiny_engine import MOE, engine, load, requests, shipment
 
 from minite.config import resolve_plan
 from minite.driver.buffer import Group, pack
 from minite.driver.data import Example, Prompt
 from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
-from minite.sampler import make_engine
 from minite.sampler.engine import Request, SamplingParams
-from minite.sampler.sglang.compat import installed
 from minite.sampler.sglang.names import expected_modules
 from minite.sampler.sglang.record import Recording
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST
 from tests.tolerances import FP32_ENGINE_GAP
 
-pytestmark = [
-    pytest.mark.skipif(installed() is None, reason="needs SGLang: run scripts/test_sglang"),
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),  # three interpreters import SGLang, and the machine may be busy
-]
+pytestmark = NEEDS_SGLANG
 MAX_GROWTH = 32 << 20  # bytes that a scheduler may grow over ten updates: allocator slack; the weights alone are 0.2 MB
-
-
-def built(model: dict, fmt: str, **changes):
-    cfg = config(model, fmt, sampler={"kind": "sglang", "device": "cpu", "max_batch": 64}, **changes)
-    return cfg, make_engine(cfg, resolve_plan(cfg))
 
 
 @pytest.fixture(scope="module")
 def moe():
     """A recipe and its engine. Every test loads the weights it wants."""
-    cfg, made = built(MOE, "w4a4", dtype="fp32")
+    cfg, made = sglang_engine(MOE, "w4a4", dtype="fp32")
     yield cfg, made
     made.close()
 
@@ -202,7 +192,7 @@ def test_codes_are_equal_bit_for_bit_in_every_module(moe):
     cfg, sglang = moe
     load(sglang, *shipment(cfg, 10))
     built_in = engine(cfg, 10)
-    built_in.model.backend = Recording(built_in.model.backend)
+    built_in.model.backend, built_in.model.fused = Recording(built_in.model.backend), None
     asked = [Request("r", tuple(range(1, 30)), SamplingParams(1))]
     with sglang.recording() as calls:
         sglang.generate(asked)
@@ -213,19 +203,3 @@ def test_codes_are_equal_bit_for_bit_in_every_module(moe):
     for name, got, want in zip(expected_modules(sglang.plan), calls, expected, strict=True):
         for part in ("codes", "block_scale"):
             assert torch.equal(got[part].view(torch.uint8), want[part].view(torch.uint8)), f"{name}: {part}"
-
-
-def test_dense_in_bf16_with_layers_of_several_precisions():
-    """W4A16 in one layer, BF16 in the other: which is which is the plan's to say, and the engine's to prove."""
-    rules = [{"match": "model.layers.0.**", "use": "w4a16"}, {"match": "**", "use": "bf16"}]
-    cfg, sglang = built(DENSE, "w4a16", rules=rules)
-    try:
-        modules = sglang.states()[0]["minite"]["modules"]
-        assert modules["model.layers.0.mlp.gate_up_proj"] == "nvfp4_1d x bf16"
-        assert modules["model.layers.1.self_attn.qkv_proj"] == "bf16 x bf16"
-        load(sglang, *shipment(cfg, 1))
-        asked = requests(24, 1)
-        pairs = list(zip(sglang.generate(asked), engine(cfg, 1).generate(asked), strict=True))
-        assert sum(a.tokens == b.tokens for a, b in pairs) >= 23  # a BF16 rounding may flip, once
-    finally:
-        sglang.close()

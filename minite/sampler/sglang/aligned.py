@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minite.backends.base import Fused
 from minite.layers import ops
 from minite.sampler.sglang import inside
 
@@ -23,6 +24,12 @@ def active() -> bool:
     """True in a scheduler process that runs an aligned plan."""
     state = inside.current()
     return state is not None and state.plan.alignment == "aligned"
+
+
+def fused() -> Fused | None:
+    """The fused kernels of this process's backend."""
+    state = inside.current()
+    return None if state is None else state.backend.fused
 
 
 def rms_norm(sglangs: Original, norm: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +69,15 @@ def no_fused_kv_write(sglangs: Original, *args: Any, **kwargs: Any) -> Any:
 
 def swiglu(sglangs: Original, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Around SiluAndMul.forward."""
-    return ops.swiglu(x, strict=False) if active() else sglangs(module, x, *args, **kwargs)
+    return ops.swiglu(x, strict=False, fused=fused()) if active() else sglangs(module, x, *args, **kwargs)
+
+
+def lm_head(sglangs: Original, processor: Any, x_MK: Tensor, head: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Around LogitsProcessor._compute_lm_head: FP32 logits from the operands as they are, where the plan wants FP32."""
+    state = inside.current()
+    if state is None or not active() or state.plan.lm_head_dtype != "fp32":
+        return sglangs(processor, x_MK, head, *args, **kwargs)
+    return ops.wide_linear(x_MK, head.weight, strict=False, fused=fused())
 
 
 def extend(

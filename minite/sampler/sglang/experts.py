@@ -23,6 +23,11 @@ def forward(
     num_experts = logits_TE.shape[1]
     expert_Tk = expert_Tk.long().clamp(min=0)  # SGLang marks the padding of a graph's batch by -1; nobody reads it
     prob_Tk = logits_TE.gather(-1, expert_Tk).softmax(dim=-1)  # in the order recorded, which the learner replays
+    if backend.fused is not None:
+        weights, inputs = (gate_up.prepared, down.prepared), (gate_up.input_operand, down.input_operand)
+        fused_TH = backend.fused.experts(x_TH, prob_Tk, expert_Tk, num_experts, *weights, inputs)
+        if fused_TH is not None:
+            return fused_TH
     expert_Tk, order_Tk = expert_Tk.sort(dim=-1)
     prob_Tk = prob_Tk.gather(-1, order_Tk)
     slot_R = expert_Tk.flatten().argsort(stable=True)  # row -> (token, choice), sorted by expert
@@ -37,5 +42,5 @@ def forward(
 
 
 def _gemm(backend: Backend, linear: Linear, x_RK: Tensor, rows_E: Tensor) -> Tensor:
-    a_RK = backend.quantize(x_RK, linear.input_operand)
+    a_RK = backend.quantize_input(x_RK, linear.input_operand)
     return backend.grouped_gemm(a_RK, linear.prepared, rows_E, x_RK.dtype)

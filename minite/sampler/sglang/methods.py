@@ -118,14 +118,14 @@ class ExpertsMethod(FusedMoEMethodBase):
 class RouterMethod(UnquantizedLinearMethod):
     """Router logits in FP32 from the operands as they are; SGLang's own would round them to the model's dtype."""
 
+    def __init__(self, state: inside.Inside) -> None:
+        self.state = state
+
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            # Exact products, as after upcasting; but SGLang's deterministic mode would multiply FP32 operands in TF32.
-            return torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
-        return ops.wide_linear(x, layer.weight, strict=False)
+        return ops.wide_linear(x, layer.weight, strict=False, fused=self.state.backend.fused)
 
 
 def gemm(state: inside.Inside, linear: Linear, x_MK: Tensor) -> Tensor:
     """x_MK @ weight.T with both operands as the plan says, in the dtype of x."""
-    a_MK = state.backend.quantize(x_MK, linear.input_operand)
+    a_MK = state.backend.quantize_input(x_MK, linear.input_operand)
     return state.backend.gemm(a_MK, linear.prepared, x_MK.dtype)

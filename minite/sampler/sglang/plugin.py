@@ -45,6 +45,7 @@ def hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
         ("layers.layernorm.RMSNorm.forward", HookType.AROUND, aligned.rms_norm),
         ("layers.rotary_embedding.base.RotaryEmbedding.forward", HookType.AROUND, aligned.rope),
         ("layers.activation.SiluAndMul.forward", HookType.AROUND, aligned.swiglu),
+        ("layers.logits_processor.LogitsProcessor._compute_lm_head", HookType.AROUND, aligned.lm_head),
         ("models.utils.apply_qk_norm", HookType.AROUND, aligned.qk_norm),
         ("models.utils.enable_fused_set_kv_buffer", HookType.AROUND, aligned.no_fused_kv_write),
         *([] if torch.cuda.is_available() else cpu),
@@ -71,8 +72,9 @@ def widen_router(nothing: None, block: Any, *args: Any, **kwargs: Any) -> None:
     """Hook after the constructor of an MoE block: its router, which SGLang never quantizes, gives FP32 logits."""
     from minite.sampler.sglang import inside, methods
 
-    if inside.current() is not None:
-        block.gate.quant_method = methods.RouterMethod()
+    state = inside.current()
+    if state is not None:
+        block.gate.quant_method = methods.RouterMethod(state)
 
 
 def make_expert_record(

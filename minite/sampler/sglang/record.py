@@ -19,6 +19,7 @@ class Recording:
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
+        self.fused = None  # step by step, so that every quantizer call passes here
         self.calls: list[Call] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -29,6 +30,10 @@ class Recording:
         parts = {name: part.cpu() for name, part in out.tensors().items()} if isinstance(out, QTensor) else {}
         self.calls.append({"how": how, "x": x_MK.cpu(), **parts})
         return out
+
+    def quantize_input(self, x_MK: Tensor, how: str, **arguments: Any) -> Operand:
+        """As codes, which any GEMM of the backend takes as well."""
+        return self.quantize(x_MK, how, **arguments)
 
     def save(self, path: str | Path) -> None:
         torch.save(self.calls, path)

@@ -1,0 +1,25 @@
+"""Real SGLang on its CPU engine, for the tests that need it."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_engine import config
+
+from minite.config import RunConfig, resolve_plan
+from minite.sampler import make_engine
+from minite.sampler.sglang.compat import installed
+from minite.sampler.sglang.engine import SglangEngine
+
+NEEDS_SGLANG = [
+    pytest.mark.skipif(installed() is None, reason="needs SGLang: run scripts/test_sglang"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),  # three interpreters import SGLang first, and the machine may be busy
+]
+
+
+def sglang_engine(model: dict, fmt: str, **changes: object) -> tuple[RunConfig, SglangEngine]:
+    """A recipe of tiny_engine and SGLang started for it, without weights. To be closed."""
+    cfg = config(model, fmt, sampler={"kind": "sglang", "device": "cpu", "max_batch": 64}, **changes)
+    made = make_engine(cfg, resolve_plan(cfg))
+    assert isinstance(made, SglangEngine)
+    return cfg, made
