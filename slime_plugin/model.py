@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -93,7 +94,7 @@ class NamedExperts(torch.nn.Module):
         for i in range(experts):
             weight_NK = torch.nn.Parameter(torch.empty(n, k, dtype=config.params_dtype, device=config.device))
             weight_NK.allreduce = False  # see minite.learner.moe.ExpertWeight
-            weight_NK.tensor_model_parallel = True
+            set_tensor_model_parallel_attributes(weight_NK, is_parallel=True, dim=0, stride=1)  # slime reads them all
             self.register_parameter(f"weight{i}", weight_NK)
 
     def forward(self, x_RK: Tensor, rows_E: Tensor) -> Tensor:

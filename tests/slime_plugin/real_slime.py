@@ -15,13 +15,25 @@ from typing import Any
 from unittest import mock
 
 import real_slime_loss
+import real_slime_state
 import tiny_slime
 import torch
 from slime.backends.megatron_utils import actor, megatron_to_hf, model_provider
 from slime.backends.megatron_utils.update_weight import update_weight_from_distributed as updates
-from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers
 from slime.utils.routing_replay import RoutingReplay
-from tiny_slime import LENGTHS, log_probs, logits, microbatch, random_weights, recipe, refused, slime_args, wrapped
+from tiny_slime import (
+    DENSE,
+    LENGTHS,
+    exported,
+    log_probs,
+    logits,
+    microbatch,
+    random_weights,
+    recipe,
+    refused,
+    slime_args,
+    wrapped,
+)
 
 from minite.backends.registry import get_backend
 from minite.learner.model import PolicyModel, policy_config
@@ -37,16 +49,6 @@ from slime_plugin.export import QuantizeParams
 from slime_plugin.model import build
 
 ORIGINAL = megatron_to_hf.quantize_params
-
-
-def exported(args: Any, model: torch.nn.Module, quantization: Any) -> dict[str, torch.Tensor]:
-    """What slime would send."""
-    sent: dict[str, torch.Tensor] = {}
-    for name, tensor in named_params_and_buffers(args, [wrapped(model)]):
-        for hf_name, part in megatron_to_hf.convert_to_hf(args, "Qwen3MoeConfig", name, tensor.data, quantization):
-            assert hf_name not in sent
-            sent[hf_name] = part.clone()
-    return sent
 
 
 def check_slime_sends_the_plans_codes(kind: str = "moe") -> None:
@@ -68,13 +70,6 @@ def check_slime_sends_the_plans_codes(kind: str = "moe") -> None:
         expected |= to_disk("nvfp4", plan, group, {})
     assert compare(got, expected) is None, compare(got, expected)
     assert sum(t.dtype == torch.float8_e4m3fn for t in got.values()) == sum(e.quantized for e in plan) > 0
-
-
-DENSE = (
-    "model.kind=qwen3", "model.intermediate_size=128", "model.num_experts=0", "model.experts_per_token=0",
-    "model.moe_intermediate_size=0", "algo.router_replay=false",
-    "precision.rules=[{layers: [0, -1], use: bf16}, {match: 'model.layers.**', use: w4a4}, {match: '**', use: bf16}]",
-)  # fmt: skip
 
 
 def check_dense_names_too() -> None:
@@ -241,7 +236,7 @@ def check_engines_process_weights_again() -> None:
 def main() -> None:
     tiny_slime.start()
     results: dict[str, str | None] = {}
-    for name, check in {**vars(real_slime_loss), **globals()}.items():
+    for name, check in {**vars(real_slime_loss), **vars(real_slime_state), **globals()}.items():
         if not name.startswith("check_"):
             continue
         megatron_to_hf.quantize_params = ORIGINAL

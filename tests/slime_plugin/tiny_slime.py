@@ -23,6 +23,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from slime.backends.megatron_utils import loss as slime_loss  # noqa: E402
+from slime.backends.megatron_utils import megatron_to_hf  # noqa: E402
+from slime.backends.megatron_utils.update_weight.common import named_params_and_buffers  # noqa: E402
 
 from minite.config import config_from_dict, config_to_dict, load_recipe, resolve_plan  # noqa: E402
 from minite.errors import UserError  # noqa: E402
@@ -30,6 +32,12 @@ from minite.launch.slime_args import HOOKS, MODEL  # noqa: E402
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VOCAB = 32
+
+DENSE = (
+    "model.kind=qwen3", "model.intermediate_size=128", "model.num_experts=0", "model.experts_per_token=0",
+    "model.moe_intermediate_size=0", "algo.router_replay=false",
+    "precision.rules=[{layers: [0, -1], use: bf16}, {match: 'model.layers.**', use: w4a4}, {match: '**', use: bf16}]",
+)  # fmt: skip
 LENGTHS = [(4, 9), (3, 5), (2, 12)]  # (prompt, response) of a microbatch
 
 
@@ -129,3 +137,13 @@ def refused(call: Any, expected: str) -> None:
         assert expected in str(error), error
     else:
         raise AssertionError(f"not refused: {expected}")
+
+
+def exported(args: Any, model: torch.nn.Module, quantization: Any) -> dict[str, torch.Tensor]:
+    """What slime would send."""
+    sent: dict[str, torch.Tensor] = {}
+    for name, tensor in named_params_and_buffers(args, [wrapped(model)]):
+        for hf_name, part in megatron_to_hf.convert_to_hf(args, "Qwen3MoeConfig", name, tensor.data, quantization):
+            assert hf_name not in sent
+            sent[hf_name] = part.clone()
+    return sent
