@@ -60,6 +60,7 @@ class Backend(Protocol):
     kind: str  # "reference" | "emulated" | "native": printed wherever the backend is printed
     strict: bool
     fused: Fused | None  # None: layers go step by step
+    paths: tuple[str, ...]  # which kernel serves which shape, where there is a choice: for minite doctor
 
     def unsupported_reason(self, op: str, weight: str, input: str) -> str | None: ...  # None = supported
 
@@ -74,6 +75,10 @@ class Backend(Protocol):
     def prepare(self, w: Operand, *, decode: bool = False) -> object: ...
 
     def gemm(self, a_MK: Any, b_NK: object, out_dtype: torch.dtype) -> Tensor: ...
+
+    def gemm_of_parts(self, a_MK: Any, b_NK: object, out_dtype: torch.dtype, partial: Any) -> Tensor: ...
+
+    # strict only: as gemm where ranks hold parts of K; partial is a layers.matmul.PartialSums
 
     def grouped_gemm(self, a_RK: Any, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor: ...
 

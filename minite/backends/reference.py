@@ -18,6 +18,7 @@ both come through here, so the order is the same on both sides by construction.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class ReferenceBackend:
     name = "reference"
     kind = "reference"
     fused = None
+    paths: tuple[str, ...] = ()
 
     def __init__(self, *, strict: bool) -> None:
         self.strict = strict
@@ -88,6 +90,15 @@ class ReferenceBackend:
         a = self._read(a_MK)
         acc_MN = self._product(a.values, b_NK.values)
         return self._finish(acc_MN, a, b_NK, out_dtype)
+
+    def gemm_of_parts(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype, partial: Any) -> Tensor:
+        """As gemm, of a rank that holds a part of K: its rows [m, N] of the total. See layers.matmul.PartialSums."""
+        assert isinstance(b_NK, Prepared) and self.strict
+        a = self._read(a_MK)
+        acc_mN = partial.reduce(self._product(a.values, b_NK.values))
+        by_row = a.amax is not None and a.amax.ndim == 1
+        a = replace(a, amax=partial.own_rows(a.amax) if by_row and a.amax is not None else a.amax)
+        return self._finish(acc_mN, a, b_NK, out_dtype)
 
     def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
         """[R, N]: rows of a_RK, sorted by expert, each times its expert's weight. rows_E: integers that sum to R."""

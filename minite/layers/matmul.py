@@ -49,6 +49,19 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class PartialSums:
+    """How ranks that hold parts of K finish a product together: their sums are added before the outer scales.
+
+    Scaled first, the parts would each be rounded, and a value that lies on a tie of the storage dtype, as products of
+    short codes do, could fall to the other side than on one rank. Needs sums that are not rounded much: strict.
+    """
+
+    reduce: Callable[[Tensor], Tensor]  # this rank's float64 sums [M, N] -> its rows of the total [m, N]
+    own_rows: Callable[[Tensor], Tensor]  # values by row [M] -> those of its rows [m]
+    gather: Callable[[Tensor], Tensor]  # the gradient of its rows [m, N] -> of all rows [M, N]
+
+
+@dataclass(frozen=True)
 class AmaxHooks:
     """How a rank that holds a shard learns the amax of the whole.
 
@@ -60,6 +73,7 @@ class AmaxHooks:
 
     reduce_input_amax: AmaxReduction | None = None
     reduce_weight_amax: AmaxReduction | None = None
+    partial: PartialSums | None = None  # for a part of K, strict
 
 
 NO_HOOKS = AmaxHooks()
@@ -131,14 +145,18 @@ class _QuantMatmul(torch.autograd.Function):
             original_or_dequantized(x_MK, a_MK, spec.wgrad) if needs_w else None,
             original_or_dequantized(w_NK, weight.quantized, spec.dgrad) if needs_x else None,
         )
-        ctx.backend, ctx.x_dtype, ctx.w_dtype = backend, x_MK.dtype, w_NK.dtype
-        return backend.gemm(a_MK, weight.operand, out_dtype)
+        ctx.backend, ctx.x_dtype, ctx.w_dtype, ctx.partial = backend, x_MK.dtype, w_NK.dtype, hooks.partial
+        if hooks.partial is None:
+            return backend.gemm(a_MK, weight.operand, out_dtype)
+        return backend.gemm_of_parts(a_MK, weight.operand, out_dtype, hooks.partial)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         gemm, prepare = ctx.backend.gemm, ctx.backend.prepare
         x_MK, w_NK = saved_operands(ctx, ctx.x_dtype)
         dy_MN = dy_MN.to(ctx.x_dtype)
+        if ctx.partial is not None:
+            dy_MN = ctx.partial.gather(dy_MN)
         dx_MK = None if w_NK is None else gemm(dy_MN, prepare(w_NK.T), ctx.x_dtype)
         dw_NK = None if x_MK is None else gemm(dy_MN.T, prepare(x_MK.T), ctx.w_dtype)
         return dx_MK, dw_NK, None, None, None, None, None, None
@@ -159,7 +177,8 @@ def quant_matmul(
 
     x [M, K] and w [N, K], both in the storage dtype of the model (bfloat16 or float32). ``cache`` keeps the quantized
     weight until w changes (see WeightCache); pass the parameter itself, not a view made for the call. A rank that
-    holds a part of K asks for ``out_dtype=torch.float32`` so that the sum over ranks is rounded once, not each part.
+    holds a part of K asks for ``out_dtype=torch.float32`` so that the sum over ranks is rounded once, not each part,
+    or gives ``amax_hooks.partial``: then the result is its rows of the total.
     Gradients are in the dtype of x and w; dy is rounded to it first. Raises FormatError that begins with ``name``.
     """
     check_operands(x_MK, w_NK, name)

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
 from minite.backends.base import Backend
@@ -18,7 +22,7 @@ from minite.config.operands import OPERANDS
 from minite.errors import UserError
 from minite.layers.grouped_matmul import quant_grouped_matmul
 from minite.layers.linear import check_supported
-from minite.layers.matmul import AmaxHooks, quant_matmul
+from minite.layers.matmul import AmaxHooks, PartialSums, quant_matmul
 from minite.layers.weight_cache import WeightCache
 
 
@@ -74,9 +78,16 @@ def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch
         _check_blocks(entry, unit, entry.k)
         return Matmul(name, entry, backend, AmaxHooks(reduce_weight_amax=shared_max))
 
+    partial = PartialSums(
+        reduce=lambda sums_MN: reduce_scatter_to_sequence_parallel_region(sums_MN, group=tp_group),
+        own_rows=lambda values_M: values_M.chunk(tp)[tp_group.rank()],
+        gather=lambda grad_mN: gather_from_sequence_parallel_region(grad_mN, group=tp_group),
+    )
+
     def columns_split(entry: PlanEntry) -> Matmul:
         _check_blocks(entry, entry.n, entry.k // tp)
-        return Matmul(entry.name, entry, backend, AmaxHooks(shared_max, shared_max))
+        hooks = AmaxHooks(shared_max, shared_max, partial if backend.strict and tp > 1 else None)
+        return Matmul(entry.name, entry, backend, hooks)
 
     model.output_layer.fused = backend.fused
     for i, layer in enumerate(model.decoder.layers):

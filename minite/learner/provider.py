@@ -91,11 +91,13 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Columns of the weight are split over TP: x [T, 1, K / TP] -> [T, 1, N], summed over TP, then rounded once."""
+    """Columns of the weight are split over TP: x [T, 1, K / TP] -> [T / TP, 1, N], summed over TP, rounded once."""
 
     matmul: Matmul  # set by precision.bind
 
     def forward(self, x: Tensor) -> Any:
+        if self.matmul.hooks.partial is not None:
+            return self.matmul(x.flatten(0, 1), self.weight, x.dtype)[:, None], None
         partial = self.matmul(x.flatten(0, 1), self.weight, ops.work_dtype(self.config.strict))[:, None]
         summed = reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group)
         return ops.round_output(summed, x.dtype), None

@@ -65,6 +65,14 @@ def test_two_processes_agree_in_bf16(ranks, name, tmp_path):
         assert part.metrics[0]["learner/grad_norm"] == pytest.approx(single.metrics[0]["learner/grad_norm"], rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["dense-tp2", "moe-tp2"])
+def test_two_processes_round_as_one_does(ranks, name, tmp_path):
+    """Strict and BF16 storage: outer scales come after the sum over ranks, so that ties are rounded alike."""
+    single, parts = _both(ranks, name, tmp_path, "strict", "bf16")
+    for part in parts:
+        torch.testing.assert_close(part.logprob_T, single.logprob_T, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["dense-tp2", "llama-tp2", "moe-tp2", "moe-ep2"])
 def test_each_rank_holds_its_slice_of_the_unsharded_codes(ranks, name, tmp_path):
     single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
