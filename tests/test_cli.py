@@ -60,6 +60,7 @@ MISTAKES = [
     (["bench", "sleep"], "invalid choice: 'sleep'"),
     (["bench", "quantize", TINY], "got a recipe or -o, which it does not read"),
     (["bench", "step", "--turns", "0"], "--turns: 0 is less than 1"),
+    (["bench", "gemm", TINY], "got a recipe or -o, which it does not read"),
 ]
 
 

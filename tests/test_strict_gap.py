@@ -87,7 +87,7 @@ def test_learner_and_sampler_agree_to_the_last_bit(recipe: str, settings: list[s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["w4a4", "w4a16", "w4a8", "bf16"])
-@pytest.mark.parametrize("settings", [[], ["algo.router_replay=false"], WIDE], ids=["tiny", "no replay", "wide"])
+@pytest.mark.parametrize("settings", [[], WIDE], ids=["tiny", "wide"])
 def test_aligned_on_a_gpu_is_as_good(recipe: str, settings: list[str]) -> None:
     """Every kernel of the backend triton computes a row alone as in any batch, so that nothing is left to differ."""
     pytest.importorskip("triton", reason="the Triton backend needs the package triton")

@@ -41,6 +41,7 @@ def examine() -> tuple[str, bool]:
                     continue
                 lines.append(f"  {verdict.name} ({verdict.kind}): can run")
                 backend = get_backend(verdict.name, device=device, strict=strict)
+                lines += [f"    {path}" for path in backend.paths]
                 for what, fault in check_backend(backend, device):
                     healthy = healthy and fault is None
                     lines.append(f"    {what}: " + ("ok" if fault is None else f"FAILED, {fault}"))

@@ -10,6 +10,8 @@ from pathlib import Path
 from minite.cli.arguments import Command, add_override, positive
 from minite.errors import UserError
 
+_GPU_BENCHES = ("kernels", "gemm", "moe", "layer", "sync")
+
 
 def doctor(args: argparse.Namespace) -> int:
     """Say what this machine can run, and check its numbers. Exit code 1 when a check fails."""
@@ -28,7 +30,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Measure this machine: W4A4 against BF16, or the quantizers against a copy. Or reckon what a GPU could reach."""
-    return {"step": _bench_step, "quantize": _bench_quantize, "learner": _bench_learner}[args.what](args)
+    runs = {"step": _bench_step, "quantize": _bench_quantize, "learner": _bench_learner}
+    return runs.get(args.what, _bench_gpu)(args)
 
 
 def _bench_step(args: argparse.Namespace) -> int:
@@ -57,6 +60,22 @@ def _bench_quantize(args: argparse.Namespace) -> int:
     rates = measure(turns=args.turns)
     print(table(rates))
     _write(args.json, {"machine": where, "quantize": [dataclasses.asdict(rate) for rate in rates]})
+    return 0
+
+
+def _bench_gpu(args: argparse.Namespace) -> int:
+    from minite.backends.registry import get_backend
+
+    if args.recipe is not None or args.override:
+        raise UserError(f"bench {args.what}: got a recipe or -o, which it does not read; leave them out")
+    get_backend("triton", device="cuda", strict=False)  # or a UserError that says what is missing
+    from minite.backends.triton.bench import BENCHES, card, table
+    from minite.layers.bench import measure
+
+    print(card())
+    rows = measure() if args.what == "layer" else BENCHES[args.what]()
+    print(table(rows))
+    _write(args.json, {"card": card(), args.what: rows})
     return 0
 
 
@@ -90,13 +109,16 @@ def add(command: Command) -> None:
         "step",
         "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32",
         "quantize --json rates.json",
+        "gemm --json gemm.json",
         "learner --model qwen3-30b-a3b --gpu b300",
     )
     added.add_argument(
         "what",
-        choices=("step", "quantize", "learner"),
+        choices=("step", "quantize", *_GPU_BENCHES, "learner"),
         help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
         "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread; "
+        "on a GPU, at the shapes of Qwen3-30B-A3B: kernels (its quantizers, beside a copy), gemm (experts' GEMMs by "
+        "tokens), moe and layer (whole), sync (conversion of all experts); "
         "learner: the roofline of one update on a GPU that need not be here, from shapes alone",
     )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")

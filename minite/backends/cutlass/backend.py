@@ -33,6 +33,7 @@ class NativeBackend:
 
     name = "native"
     kind = "native"
+    paths: tuple[str, ...] = ()
 
     def __init__(self, *, strict: bool) -> None:
         from minite.backends.cutlass.fused import NativeFused

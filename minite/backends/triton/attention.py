@@ -45,23 +45,25 @@ def _attention_kernel(
     head = row % PADDED
     inside = (token + row // PADDED < end) & (head < GROUP)
     at = (token + row // PADDED).to(tl.int64) * H + kv_head * GROUP + head
-    x = tl.load(q + at[:, None] * D + d[None, :], inside[:, None], other=0)
+    x = tl.load(q + at[:, None] * D + d[None, :], inside[:, None], other=0.0)
     last = position + row // PADDED
     keys = position + tl.minimum(end - token, BM // PADDED)
     biggest = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
+    k += key_0 * (KV * D) + kv_head * D
+    v += key_0 * (KV * D) + kv_head * D
     for start in range(0, keys, BN):
         column = start + tl.arange(0, BN)
-        there = (key_0 + column)[:, None] * (KV * D) + kv_head * D + d[None, :]
+        there = column[:, None] * (KV * D) + d[None, :]
         exists = (column < keys)[:, None]
-        score = tl.dot(x, tl.load(k + there, exists, other=0).to(x.dtype).T) * scale
+        score = tl.dot(x, tl.load(k + there, exists, other=0.0).to(x.dtype).T) * scale
         score = tl.where(column[None, :] <= last[:, None], score, float("-inf"))
         bigger = tl.maximum(biggest, tl.max(score, 1))
         p = tl.exp2(score - bigger[:, None])
         shrink = tl.exp2(biggest - bigger)
         total = total * shrink + tl.sum(p, 1)
-        values = tl.load(v + there, exists, other=0).to(x.dtype)
+        values = tl.load(v + there, exists, other=0.0).to(x.dtype)
         high = p.to(x.dtype)
         acc = tl.dot(high, values, acc * shrink[:, None])
         acc = tl.dot((p - high.to(tl.float32)).to(x.dtype), values, acc)
@@ -115,6 +117,6 @@ def _launch(
     if programs:
         _attention_kernel[(programs, kv_heads)](
             q_THD, k, v, out_THD, first_S, length_S, table, programs, heads, kv_heads, scale / math.log(2),
-            GROUP=group, PADDED=padded, D=dim, BM=_ROWS, BN=_KEYS, num_warps=4, num_stages=2, enable_fp_fusion=False,
+            GROUP=group, PADDED=padded, D=dim, BM=_ROWS, BN=_KEYS, num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return out_THD

@@ -47,6 +47,12 @@ class TritonBackend:
 
     name = "triton"
     kind = "emulated"
+    paths = (
+        "NVFP4 weight, mostly few rows (samplers): packed, 4.5 bits an element, on sm_90 with N % 16 = K % 128 = 0; "
+        "dequantized for each product of 512 rows an expert or more",
+        "NVFP4 weight, otherwise (learner): dequantized once to BF16; tiles of 64 rows up to that many, else 128",
+        "BF16 weight: the same kernel without scales; gradients: torch",
+    )
 
     def __init__(self, *, strict: bool) -> None:
         from minite.backends.triton import grouped, packed, quantize

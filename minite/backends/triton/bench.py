@@ -1,6 +1,6 @@
 """What emulated NVFP4 costs on this GPU at the shapes of Qwen3-30B-A3B, beside BF16 and beside the bound.
 
-`python -m minite.backends.triton.bench [quantize|sync|gemm|moe ...] [--json FILE]`; without names all of them.
+`minite bench kernels|gemm|moe|sync`, or several in one process: `python -m minite.backends.triton.bench [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,12 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-BENCHES = {"quantize": bench_quantize, "sync": bench_sync, "gemm": bench_gemm, "moe": bench_moe}
+BENCHES = {"kernels": bench_quantize, "sync": bench_sync, "gemm": bench_gemm, "moe": bench_moe}
+
+
+def card() -> str:
+    """What was measured."""
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def main() -> None:
@@ -186,8 +191,7 @@ def main() -> None:
     unknown = set(arguments.names) - set(BENCHES)
     if unknown:
         parser.error(f"unknown bench {', '.join(sorted(unknown))}; expected {', '.join(BENCHES)}")
-    card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    print(card)
+    print(card())
     torch.manual_seed(0)
     results = {}
     for name in arguments.names or BENCHES:
@@ -195,7 +199,7 @@ def main() -> None:
         print(f"\n{name}\n{table(results[name])}", flush=True)
         torch.cuda.empty_cache()
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"card": card, **results}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps({"card": card(), **results}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

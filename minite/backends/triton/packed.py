@@ -30,7 +30,8 @@ from minite.formats import QTensor
 ARCHITECTURE = (9, 0)
 _SHARED = 227 * 1024  # bytes a multiprocessor lends to one program
 _WORDS = 1024
-_WIDTHS = (8, 16, 24, 32, 48, 64, 80, 144)  # token tiles; each is compiled when first needed
+_WIDTHS = (8, 16, 24, 32, 48, 64, 80, 152)  # token tiles; each is compiled when first needed
+_WIDTH_OF_MANY = 96  # the widest of which two programs fit on a multiprocessor
 DEQUANTIZE_ROWS = 512  # rows an expert from which on dequantizing the weight first costs less than doing it by tile
 
 
@@ -70,7 +71,7 @@ class Tile:
         """Wide enough for the rows of most experts, routed at random: each tile of an expert dequantizes its weight."""
         mean = rows / experts
         most = mean + 2 * mean**0.5 if experts > 1 else mean
-        tokens = next((width for width in _WIDTHS if most <= width), _WIDTHS[-1])
+        tokens = next((width for width in _WIDTHS if most <= width), _WIDTH_OF_MANY)
         return cls(tokens, 1 if experts == 1 or tokens == _WIDTHS[0] else 2)
 
     @property
