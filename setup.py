@@ -42,7 +42,6 @@ setup(
         "sglang": SGLANG,  # SGLang as the sampler
         "slime": SGLANG,  # slime itself comes from its repository: the package of that name elsewhere is unrelated
         "cpu": CPU,  # compiles the NVFP4 quantizer of a CPU at first use; without it: the same bytes, slower
-        "cuda": ["ninja>=1.11"],  # compiles the CUDA extension at first use; needs nvcc
         "dev": [
             *CPU,
             *SMOLLM2,  # the tests compare models with the Hugging Face implementation
@@ -54,6 +53,8 @@ setup(
             "ruff>=0.9",
             "mypy>=1.15",
             "types-PyYAML",
+            "nvidia-cuda-cuobjdump>=13.0; platform_system == 'Linux'",  # tests read the machine code of the CUDA kernels
+            "nvidia-cuda-nvdisasm>=13.0; platform_system == 'Linux'",
         ],
     },
     entry_points={
