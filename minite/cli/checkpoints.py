@@ -60,9 +60,12 @@ def inspect(args: argparse.Namespace) -> int:
     fail or compute wrong numbers, 0 when there are only warnings and notes."""
     import json
 
+    import torch
+
     from minite.cli.progress import ByteProgress
     from minite.sync.inspect import inspect_directory
 
+    torch.set_num_threads(1)  # as in convert
     with ByteProgress(args.path.name) as progress:
         inspection = inspect_directory(args.path, verify=args.verify, progress=progress)
     print(json.dumps(inspection.json(), indent=1) if args.json else inspection.text())
