@@ -71,6 +71,7 @@ def test_sm_103a_multiplies_96_columns_an_instruction(unit):
         assert "SM103_MXF4_ULTRA" in name and "MainloopSm103" in name and "Li768E" in name, name
 
 
+@pytest.mark.gpu  # compiled where it is run; elsewhere this time is kept for what cannot be run
 @pytest.mark.parametrize("unit", ["grouped.cu", "dense.cu"])
 def test_the_twin_multiplies_bf16_and_sums_in_float32(unit):
     for name, code in gemms(unit, "sm_90a").items():
@@ -92,7 +93,7 @@ def test_quantizers_keep_rows_in_registers_and_convert_in_hardware_where_there_i
             assert any(re.match(r"LDG\.E\.128", i) for i in code), f"{name}: narrow loads"
 
 
-@pytest.mark.parametrize("architecture", build.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", NATIVE)
 def test_operands_lie_where_the_kernels_look_for_them(architecture, tmp_path):
     """CuTe layouts of the very kernel types of csrc, evaluated on the host: operand_layout.cu."""
     _, includes = toolchain()
