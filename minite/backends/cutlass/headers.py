@@ -28,8 +28,11 @@ def include_dirs(wheel: Path | None = None) -> list[Path]:
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home.parent, prefix="cutlass-") as folder:
             extracted = _extract(wheel or _download(Path(folder)), Path(folder) / "headers")
-            if not home.is_dir():  # another process may have been quicker; both hold the same files
+            try:
                 os.replace(extracted, home)
+            except OSError:  # another process was quicker; both hold the same files
+                if not home.is_dir():
+                    raise
     return [home / folder for folder in _FOLDERS]
 
 

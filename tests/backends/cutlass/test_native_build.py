@@ -175,3 +175,16 @@ def test_structs_are_laid_out_as_in_c(tmp_path):
     expected = [ctypes.sizeof(python) for _, python in pairs]
     expected += [getattr(python, field[0]).offset for _, python in pairs for field in python._fields_]
     assert [int(line) for line in printed.split()] == expected
+
+
+def test_two_that_extract_at_once_both_find_headers(wheel, monkeypatch):
+    extract = headers._extract
+
+    def slower_than_another(wheel: Path, to: Path) -> Path:
+        monkeypatch.setattr(headers, "_extract", extract)
+        headers.include_dirs(wheel)
+        return extract(wheel, to)
+
+    monkeypatch.setattr(headers, "_extract", slower_than_another)
+    include, _ = headers.include_dirs(wheel)
+    assert (include / "cutlass" / "cutlass.h").is_file() and len(list(include.parents[3].iterdir())) == 1
