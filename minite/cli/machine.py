@@ -10,7 +10,7 @@ from pathlib import Path
 from minite.cli.arguments import Command, add_override, positive
 from minite.errors import UserError
 
-_GPU_BENCHES = ("kernels", "gemm", "moe", "layer", "sync")
+_GPU_BENCHES = ("kernels", "gemm", "moe", "layer", "sync", "serve")
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -70,10 +70,11 @@ def _bench_gpu(args: argparse.Namespace) -> int:
         raise UserError(f"bench {args.what}: got a recipe or -o, which it does not read; leave them out")
     get_backend("triton", device="cuda", strict=False)  # or a UserError that says what is missing
     from minite.backends.triton.bench import BENCHES, card, table
-    from minite.layers.bench import measure
+    from minite.layers import bench as layer
+    from minite.sampler.embedded import bench_serve as serve
 
     print(card())
-    rows = measure() if args.what == "layer" else BENCHES[args.what]()
+    rows = {**BENCHES, "layer": layer.measure, "serve": serve.measure}[args.what]()
     print(table(rows))
     _write(args.json, {"card": card(), args.what: rows})
     return 0
@@ -118,7 +119,7 @@ def add(command: Command) -> None:
         help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
         "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread; "
         "on a GPU, at the shapes of Qwen3-30B-A3B: kernels (its quantizers, beside a copy), gemm (experts' GEMMs by "
-        "tokens), moe and layer (whole), sync (conversion of all experts); "
+        "tokens), moe and layer (whole), sync (conversion of all experts), serve (a decode step as a CUDA graph); "
         "learner: the roofline of one update on a GPU that need not be here, from shapes alone",
     )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")
