@@ -1,6 +1,6 @@
 """A decode step of Qwen3-30B-A3B with random weights on one GPU, W4A4 beside BF16: `minite bench serve`.
 
-One token for each sequence of a batch over 1,024 tokens of context: embedding, 48 layers, LM head, arg max. Each step is
+One token for each sequence of a batch over 1,024 tokens of context: embedding, 48 layers, LM head, arg max. A step is
 replayed as a CUDA graph. The engine itself launches its kernels one by one yet, so this is what it could reach.
 """
 
