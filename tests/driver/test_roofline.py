@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from minite.cli import main
 from minite.config import load_recipe, resolve_plan
 from minite.config.load import shipped
 from minite.config.plan import PlanEntry
@@ -79,3 +80,13 @@ def test_the_table_of_the_shipped_model():
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(UserError, match=f"GPU 'b100' is unknown; expected one of {', '.join(GPUS)}"):
         table(MODEL, [HEAD], 10, 10, "b100")
+
+
+def test_the_command(capsys):
+    command = ["bench", "learner", "--model", "Qwen3-4B", "--gpu", "b200", "--tokens", "1000", "-o"]
+    assert main([*command, "precision.backend=reference"]) == 0
+    assert "1000 tokens in sequences of 4096 on one b200" in capsys.readouterr().out
+    assert main(["bench", "learner", "some.yaml", "--model", "qwen3-4b"]) == 2
+    assert "got a recipe and --model; give one of them" in capsys.readouterr().err
+    assert main(["bench", "learner", "--model", "gpt"]) == 2
+    assert "gpt_w4a4_grpo.yaml: not in" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from cases import normal, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minite.backends.cutlass import library, ops
+from minite.backends.cutlass import library, ops, selftest
 from minite.backends.cutlass.backend import NativeBackend
 from minite.backends.cutlass.checks import check_padding, check_sizes, check_tensor
 from minite.backends.cutlass.weights import NativeWeight
@@ -209,3 +209,14 @@ def test_a_weight_scaled_by_row_is_refused():
     backend = NativeBackend.__new__(NativeBackend)
     with pytest.raises(FormatError, match="one outer scale per row"):
         backend.prepare(nvfp4.quantize(normal(16, 32), (1, 16), "row"))
+
+
+def test_the_self_test_says_what_was_not_run_and_why(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text, healthy = selftest.self_test()
+    assert healthy and text.splitlines()[1:] == [f"  {k}: not run, torch sees no CUDA device" for k in selftest.KERNELS]
+    monkeypatch.setenv("MINITE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, reason in (((8, 0), "no kernels for sm_80"), ((10, 0), "run scripts/build_kernels --arch sm_100a")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
+        assert reason in selftest.self_test()[0]
