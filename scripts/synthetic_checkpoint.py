@@ -2,7 +2,7 @@
 
     python scripts/synthetic_checkpoint.py RECIPE DIR [-o SECTION.KEY=VALUE ...]
 
-4 GiB in the widths of Qwen3-30B-A3B, every linear of the decoder but the router NVFP4:
+4 GiB in the widths of Qwen3-30B-A3B:
 
     python scripts/synthetic_checkpoint.py recipes/qwen3_30b_a3b_w4a4_grpo.yaml DIR \
         -o model.num_layers=3 -o model.vocab_size=70400
