@@ -77,23 +77,14 @@ class NativeBackend:
         check_shape(x_MK, (block_rows, 16), outer, how)
         x_RK = x_MK.flatten(0, -2)
         if by_row:
-            if amax is not None and (amax.dtype != torch.float32 or amax.shape != x_MK.shape[:-1]):
-                got, want = f"{amax.dtype} {list(amax.shape)}", f"float32 {list(x_MK.shape[:-1])}"
-                raise FormatError(f"native: {how}: amax is {got}; expected {want}")
-            given = None if amax is None else amax.flatten().contiguous()
-            codes, scales, measured = ops.quantize(x_RK, given, None, None, False, 1, False)
-            outer_amax = measured.view(x_MK.shape[:-1]) if amax is None else amax
+            given = None if amax is None else _checked(amax, x_MK, outer, how)
+            flat = None if given is None else given.flatten()
+            codes, scales, measured = ops.quantize(x_RK, flat, None, None, False, block_rows, False)
+            outer_amax = measured.view(x_MK.shape[:-1]) if given is None else given
         else:
-            slices = x_MK.shape[0] if outer == "expert" else 1
-            outer_amax = ops.amax(x_MK, slices).view(x_MK.shape[:1] if outer == "expert" else ())
-            if "weight" in OPERANDS[how].roles:
-                check_finite(x_MK, outer_amax, "nvfp4", how)
-                outer_amax = outer_amax if amax is None else given_amax(amax, outer_amax, "nvfp4", how)
-            elif amax is not None:
-                outer_amax = amax.to(x_MK.device)
-            codes, scales, _ = ops.quantize(
-                x_RK, outer_amax.reshape(-1).contiguous(), None, None, False, block_rows, False
-            )
+            outer_amax = _outer_amax(x_MK, outer, how, amax)
+            flat = outer_amax.reshape(-1).contiguous()
+            codes, scales, _ = ops.quantize(x_RK, flat, None, None, False, block_rows, False)
         *lead, k = x_MK.shape
         block_scale = scales.view(torch.float8_e4m3fn).view(*lead, k // 16)
         return QTensor("nvfp4", codes.view(*lead, k // 2), block_scale, outer_amax, tuple(x_MK.shape), (block_rows, 16))
@@ -129,6 +120,29 @@ class NativeBackend:
     def grouped_wgrad(self, dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, dtype: torch.dtype) -> Tensor:
         """[E, N, K] = dy_e.T @ x_e by expert, in BF16."""
         return self._emulation.grouped_wgrad(dy_RN, x_RK, rows_E, dtype)
+
+
+def _outer_amax(x_MK: Tensor, outer: str, how: str, amax: Tensor | None) -> Tensor:
+    """[] or [E]: the given one, checked, or the measured. A weight is measured in any case, to see NaN and Inf."""
+    if "weight" not in OPERANDS[how].roles and amax is not None:
+        return _checked(amax, x_MK, outer, how)
+    shape = _amax_shape(x_MK, outer)
+    measured: Tensor = ops.amax(x_MK, shape.numel()).view(shape)
+    if "weight" not in OPERANDS[how].roles:
+        return measured
+    check_finite(x_MK, measured, "nvfp4", how)
+    return measured if amax is None else given_amax(amax, measured, "nvfp4", how)
+
+
+def _checked(amax: Tensor, x_MK: Tensor, outer: str, how: str) -> Tensor:
+    shape = _amax_shape(x_MK, outer)
+    if amax.dtype != torch.float32 or amax.numel() != shape.numel():
+        raise FormatError(f"native: {how}: amax is {amax.dtype} {list(amax.shape)}; expected float32 {list(shape)}")
+    return amax.to(x_MK.device).reshape(shape).contiguous()
+
+
+def _amax_shape(x_MK: Tensor, outer: str) -> torch.Size:
+    return x_MK.shape[: {"tensor": 0, "expert": 1, "row": x_MK.ndim - 1}[outer]]
 
 
 def _multiply(a: QTensor, b: NativeWeight, offsets: Tensor | None, out_dtype: torch.dtype) -> Tensor:

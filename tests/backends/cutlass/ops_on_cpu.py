@@ -1,0 +1,49 @@
+"""What the operators of minite.backends.cutlass.ops promise, computed with minite.formats on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minite.backends.cutlass import ops
+from minite.formats import QTensor, block_scaled, layout, nvfp4
+
+
+def quantize(x, amax, offsets, source_row, tiled, block_rows, swiglu):
+    assert not swiglu and source_row is None
+    rows, k = x.shape
+    if amax is None:
+        q = nvfp4.quantize(x, (1, 16), "row", nonfinite="te")
+    else:  # one amax for each rows / S rows, as the experts of a weight have it
+        per_expert = x.view(len(amax), rows // len(amax), k)
+        q = nvfp4.quantize(per_expert, (block_rows, 16), "expert", amax=amax)
+    scales = q.block_scale.view(torch.uint8).view(rows, k // 16)
+    scales = swizzle(scales, offsets) if tiled else scales
+    return q.codes.view(rows, k // 2), scales, q.amax if amax is None else q.amax.new_empty(0)
+
+
+def amax(x: Tensor, slices: int) -> Tensor:
+    return x.float().abs().view(slices, -1).amax(1)
+
+
+def swizzle(scales_RG: Tensor, offsets: Tensor | None) -> Tensor:
+    if offsets is None:
+        return layout.swizzle(scales_RG)
+    size = ops.tile_bytes(*scales_RG.shape, offsets.shape[1] - 1)
+    used = layout.swizzle_experts(scales_RG, offsets[0].diff())
+    return torch.cat((used, used.new_full((size - used.numel(),), 0x7F)))  # what no row owns is NaN
+
+
+def gemm(a, a_tiles, row_amax, b, b_tiles, weight_amax, offsets, alpha, out_dtype):
+    experts, n, half = b.shape
+    m, k = len(a), 2 * half
+    ops._check_gemm(a, a_tiles, row_amax, b, b_tiles, weight_amax, offsets, (m, n, k))
+    sizes = torch.tensor([m]) if offsets is None else offsets[0].diff()
+    used = int(layout.expert_offsets(sizes, k // 16)[-1])
+    a_scales = layout.unswizzle_experts(a_tiles[:used], sizes, k // 16).view(torch.float8_e4m3fn)
+    b_scales = layout.unswizzle(b_tiles, n, k // 16).view(torch.float8_e4m3fn)
+    a_RK = block_scaled(QTensor("nvfp4", a, a_scales, row_amax, (m, k), (1, 16)), torch.float32)
+    b_ENK = block_scaled(QTensor("nvfp4", b, b_scales, weight_amax, (experts, n, k), (1, 16)), torch.float32)
+    acc = torch.cat([x @ w.T for x, w in zip(a_RK.split(sizes.tolist()), b_ENK, strict=True)])
+    outer_R1 = (weight_amax.repeat_interleave(sizes) * row_amax)[:, None]
+    return acc.mul_(alpha).mul_(outer_R1).to(out_dtype)
