@@ -7,10 +7,12 @@ from torch import Tensor
 
 from minite.backends.cutlass import ops
 from minite.formats import QTensor, block_scaled, layout, nvfp4
+from minite.layers import pointwise
 
 
 def quantize(x, amax, offsets, source_row, tiled, block_rows, swiglu):
-    assert not swiglu and source_row is None
+    x = x if source_row is None else x[source_row]
+    x = pointwise.swiglu(x, strict=False) if swiglu else x
     rows, k = x.shape
     if amax is None:
         q = nvfp4.quantize(x, (1, 16), "row", nonfinite="te")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import ops_on_cpu
 import pytest
 import torch
@@ -14,6 +19,8 @@ from minite.backends.doctor import check_backend
 from minite.backends.reference import ReferenceBackend
 from minite.errors import UserError
 from minite.formats import FormatError, quantize_operand
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -90,3 +97,12 @@ def test_what_is_not_supported_is_said(backend):
         backend.grouped_gemm(x, w, torch.tensor([1, 3]), torch.float64)
     with pytest.raises(UserError, match="K is 48; expected a multiple of 32"):
         backend.prepare(backend.quantize(torch.randn(16, 48, generator=seeded(1)).bfloat16(), "nvfp4_1d"))
+
+
+def test_fused_experts_equal_the_steps():
+    """BITWISE: K = 64 and 32, where no sum rounds. combine is a kernel of triton, run in its interpreter."""
+    pytest.importorskip("triton", reason="combine is a kernel of the triton backend")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    script = Path(__file__).with_name("fused_interpreted.py")
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
