@@ -23,7 +23,7 @@ from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
 from minite.sampler.engine import Request, SamplingParams
 from minite.sampler.sglang.names import expected_modules
-from minite.sampler.sglang.record import Recording
+from minite.backends.recording import Recording
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST
 from tests.tolerances import FP32_ENGINE_GAP

@@ -22,7 +22,7 @@ from minite.config.schema import ModelConfig
 from minite.errors import UserError
 from minite.sampler.embedded.weights import Linear, Weights
 from minite.sampler.sglang.names import operands
-from minite.sampler.sglang.record import Recording
+from minite.backends.recording import Recording
 from minite.sampler.sglang.wire import RECORD, VERSION, unflatten
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
