@@ -1,0 +1,153 @@
+"""The CUDA quantizers run on a CPU, lane by lane, against minite.formats: indices, tails, tiles, experts. BITWISE.
+
+Slow (32 threads stand for a warp), so shapes are small; every shape that takes another path is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from cases import normal, seeded
+from tolerances import assert_same_bytes
+from torch import Tensor
+
+from minite.backends.cutlass import ops
+from minite.backends.cutlass.build import CSRC
+from minite.backends.cutlass.library import QuantizeCall
+from minite.formats import layout, nvfp4
+
+ROWS = ([3, 0, 2], [0, 0, 5], [130, 0, 1])
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ on the path")
+    library = tmp_path_factory.mktemp("kernels") / "libkernels_on_host.so"
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", f"-I{CSRC}"]
+    source = Path(__file__).with_name("kernels_on_host.cpp")
+    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def quantize(
+    host: ctypes.CDLL,
+    x: Tensor,
+    held: int,
+    *,
+    amax: Tensor | None = None,
+    offsets: Tensor | None = None,
+    source_row: Tensor | None = None,
+    tiled: bool = False,
+    swiglu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ops.quantize, over poisoned outputs."""
+    k = x.shape[1] // (2 if swiglu else 1)
+    rows = len(x) if source_row is None else len(source_row)
+    codes = torch.full((rows, k // 2), 0xA5, dtype=torch.uint8)
+    experts = None if offsets is None else offsets.shape[1] - 1
+    size = (ops.tile_bytes(rows, k // 16, experts),) if tiled else (rows, k // 16)
+    scales = torch.full(size, 0x7F, dtype=torch.uint8)
+    measured = torch.full((rows,), torch.nan)
+    call = QuantizeCall(
+        x=x.data_ptr(),
+        source_row=ops._address(source_row),
+        amax_in=ops._address(amax),
+        amax_out=measured.data_ptr(),
+        codes=codes.data_ptr(),
+        scales=ops._scales(scales, tiled, offsets),
+        rows=rows,
+        rows_per_amax=1 if amax is None else rows // len(amax),
+        k=k,
+        block_rows=16 if held == 16 else 1,
+        swiglu=swiglu,
+    )
+    host.quantize(ctypes.byref(call), held)
+    return codes, scales, measured
+
+
+# held: as minite_quantize chooses it for this K; 0 for rows that a warp cannot keep
+@pytest.mark.parametrize(
+    ("k", "held"), [(16, 1), (80, 1), (512, 1), (528, 2), (1024, 2), (1040, 4), (2048, 4), (2064, 0)]
+)
+def test_rows_of_every_length(host, k, held):
+    x_MK = normal(9, k, seed=90) * torch.exp2(torch.arange(9) - 4.0).bfloat16()[:, None]
+    expected = nvfp4.quantize(x_MK, (1, 16), "row")
+    codes, scales, amax = quantize(host, x_MK, held)
+    assert_same_bytes(amax, expected.amax, "amax")
+    assert_same_bytes(scales, expected.block_scale.view(torch.uint8), "scales")
+    assert_same_bytes(codes, expected.codes, "codes")
+
+
+@pytest.mark.parametrize("shape_MK", [(16, 16), (48, 80), (32, 272)], ids=str)
+def test_squares_and_one_amax_for_many_rows(host, shape_MK):
+    w_MK = normal(*shape_MK, seed=91)
+    experts = 2 if shape_MK[0] % 32 == 0 else 1
+    for block, held in (((16, 16), 16), ((1, 16), 1)):
+        expected = nvfp4.quantize(w_MK.view(experts, -1, shape_MK[1]), block, "expert")
+        codes, scales, measured = quantize(host, w_MK, held, amax=expected.amax)
+        assert_same_bytes(scales, expected.block_scale.view(torch.uint8).flatten(0, 1), "scales")
+        assert_same_bytes(codes, expected.codes.flatten(0, 1), "codes")
+        assert bool(measured.isnan().all()), "an amax that was given is not written"
+
+
+@pytest.mark.parametrize("k", [48, 64, 80])
+@pytest.mark.parametrize("rows_E", ROWS, ids=str)
+def test_scales_go_to_the_tiles_of_their_expert(host, rows_E, k):
+    sizes = torch.tensor(rows_E)
+    x_RK = normal(sum(rows_E), k, seed=92)
+    linear = nvfp4.quantize(x_RK, (1, 16), "row").block_scale.view(torch.uint8)
+    offsets = ops.expert_offsets(sizes)
+    written = quantize(host, x_RK, 1, offsets=offsets, tiled=True)[1]
+    moved = torch.full_like(written, 0x7F)
+    scales = ops._scales(moved, True, offsets)
+    host.swizzle_scales(ctypes.c_void_p(linear.data_ptr()), ctypes.c_int64(len(x_RK)), k // 16, ctypes.byref(scales))
+    end, width = int(layout.expert_offsets(sizes, k // 16)[-1]), layout.padded_shape(1, k // 16)[1]
+    for tiles in (written, moved):
+        whole = layout.unswizzle_experts(tiles[:end], sizes, width)
+        assert_same_bytes(whole[:, : k // 16].contiguous(), linear)
+        assert int(whole[:, k // 16 :].sum()) == 0, "columns that pad are zero"
+        assert bool((tiles[end:] == 0x7F).all()), "nothing is written behind the last expert"
+    assert_same_bytes(written, moved)
+
+
+def test_one_matrix_in_tiles(host):
+    x_MK = normal(131, 80, seed=93)
+    tiles = quantize(host, x_MK, 1, tiled=True)[1]
+    expected = nvfp4.quantize(x_MK, (1, 16), "row").block_scale.view(torch.uint8)
+    assert_same_bytes(layout.unswizzle(tiles, 131, 5), expected)
+
+
+def test_rows_are_gathered(host):
+    x_TK, token_R = normal(6, 96, seed=94), torch.randint(6, (21,), generator=seeded(95))
+    expected = nvfp4.quantize(x_TK[token_R], (1, 16), "row")
+    codes, scales, amax = quantize(host, x_TK, 1, source_row=token_R)
+    assert_same_bytes(amax, expected.amax)
+    assert_same_bytes(scales, expected.block_scale.view(torch.uint8))
+    assert_same_bytes(codes, expected.codes)
+
+
+@pytest.mark.parametrize(("k", "held"), [(32, 1), (2064, 0)])
+def test_swiglu_of_the_right_columns(host, k, held):
+    """Values whose SiLU is exact in any implementation: gate 0 gives 0, a gate above 40 gives itself."""
+    gate = (torch.randint(0, 2, (5, k), generator=seeded(96)) * 64).bfloat16()
+    up = normal(5, k, seed=97)
+    expected = nvfp4.quantize((gate.float() * up.float()).bfloat16(), (1, 16), "row")
+    codes, scales, amax = quantize(host, torch.cat((gate, up), 1).contiguous(), held, swiglu=True)
+    assert_same_bytes(amax, expected.amax)
+    assert_same_bytes(scales, expected.block_scale.view(torch.uint8))
+    assert_same_bytes(codes, expected.codes)
+
+
+def test_amax_by_slice(host):
+    x = normal(3, 37 * 16, seed=98)
+    x[1, 100], x[2, 5] = torch.nan, -torch.inf
+    out = torch.zeros(3)
+    host.amax_of(ctypes.c_void_p(x.data_ptr()), 3, ctypes.c_int64(37 * 16), ctypes.c_void_p(out.data_ptr()))
+    assert float(out[0]) == float(x[0].abs().max()) and out.isfinite().tolist() == [True, False, False]
