@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minite.backends.recording import Call
 from minite.backends.registry import get_backend
 from minite.config import env
 from minite.config.plan import PrecisionPlan
@@ -28,7 +29,6 @@ from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
-from minite.backends.recording import Call
 from minite.sampler.sglang.wire import RECORD, VERSION, flatten, text
 from minite.sync.errors import SyncError
 from minite.types import WeightVersion
@@ -190,7 +190,7 @@ class SglangEngine:
 
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:
-        """Note what the scheduler's quantizers are given and make within the block (backends/recording.py); for comparisons."""
+        """Note what the scheduler's quantizers are given and make within the block (backends/recording.py)."""
         calls: list[Call] = []
         with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:
             self._tell({RECORD: text("")})

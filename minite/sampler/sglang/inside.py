@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minite.backends.recording import Recording
 from minite.backends.registry import get_backend
 from minite.config.plan import PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.errors import UserError
 from minite.sampler.embedded.weights import Linear, Weights
 from minite.sampler.sglang.names import operands
-from minite.backends.recording import Recording
 from minite.sampler.sglang.wire import RECORD, VERSION, unflatten
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
