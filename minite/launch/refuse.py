@@ -66,8 +66,8 @@ def _check_inputs(config: RunConfig, plan: PrecisionPlan) -> None:
     dense = next((e for e in plan if e.input != "bf16" and ".experts." not in e.name), None)
     if plan.alignment == "aligned" and dense is not None:
         raise UserError(
-            f"{config.where('precision.alignment')}: aligned, but {dense.name} ({dense.rule}) has "
-            f"input {dense.input}, which SGLang's own NVFP4 linears cannot scale by token, only its experts; "
+            f"{config.where('precision.alignment')}: precision.alignment is aligned, but {dense.name} ({dense.rule}) "
+            f"has input {dense.input}: SGLang's own NVFP4 linears cannot scale by token, only its experts; "
             "leave other linears in bf16, or set precision.alignment: off"
         )
 

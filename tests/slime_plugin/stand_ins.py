@@ -65,3 +65,54 @@ def install_actor() -> None:
     _module("sglang.srt.utils.patch_torch", monkey_patch_torch_reductions=lambda: None)
     _module("sglang.srt.weight_sync.tensor_bucket", FlattenedTensorBucket=object)
     _module("torch_memory_saver", torch_memory_saver=types.SimpleNamespace())
+
+
+def cpu_accelerator() -> Any:
+    """A CPU through slime's own interface for accelerators: the methods that training calls."""
+    import torch
+    from slime.utils.accelerator.base import Accelerator
+
+    class Cpu(Accelerator):
+        name = device_type = "cpu"
+        communication_backend_name = "gloo"
+
+        def is_available(self) -> bool:
+            return True
+
+        def device(self, index: Any = None) -> torch.device:
+            return torch.device("cpu")
+
+        def device_name(self, index: Any = None) -> str:
+            return "cpu"
+
+        def set_device(self, index: Any) -> None: ...
+
+        def current_device(self) -> str:
+            return "cpu"
+
+        def device_count(self) -> int:
+            return 1
+
+        def synchronize(self, device: Any = None) -> None: ...
+
+        def current_stream(self, device: Any = None) -> None: ...
+
+        def empty_cache(self) -> None: ...
+
+        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+            return 1 << 30, 1 << 30
+
+        def memory_allocated(self, device: Any = None) -> int:
+            return 0
+
+        memory_reserved = memory_allocated
+
+    return Cpu()
+
+
+def unpin_memory() -> None:
+    """Page-locked memory needs CUDA; slime asks for it in its backups of weights and of routed experts."""
+    import torch
+
+    real = torch.empty_like
+    torch.empty_like = lambda *args, pin_memory=False, **kwargs: real(*args, **kwargs)
