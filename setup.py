@@ -40,7 +40,8 @@ setup(
         "hf": HF,  # Hugging Face tokenizers
         "smollm2": SMOLLM2,  # scripts/smollm2.py: the pretrained test model
         "sglang": SGLANG,  # SGLang as the sampler
-        "slime": SGLANG,  # slime itself comes from its repository: the package of that name elsewhere is unrelated
+        # slime itself comes from its repository: the package of that name elsewhere is unrelated
+        "slime": [*SGLANG, "math-verify>=0.9"],
         "cpu": CPU,  # compiles the NVFP4 quantizer of a CPU at first use; without it: the same bytes, slower
         "dev": [
             *CPU,

@@ -62,7 +62,7 @@ class PrecisionConfig:
     kv_cache: str = "bf16"  # bf16 | fp8
     lm_head_dtype: str = "fp32"  # dtype of logits: fp32 | bf16
     alignment: str = "aligned"  # off | aligned | strict
-    backend: str = "auto"  # auto | a name of backends.registry
+    backend: str = "auto"  # auto | a name of backends.registry | te (Transformer Engine; minite launch only)
 
 
 @dataclass(frozen=True)
