@@ -24,9 +24,11 @@ KERNELS = ("quantize", "gemm dense", "gemm grouped")
 _ALPHA = 1 / OUTER_MAX**2
 # rows, K: a single block, one row, no whole tile of 4 scales, what a layer has, rows beyond what a warp keeps
 _QUANTIZE = ((1, 16), (1, 2048), (300, 80), (131072, 2048), (131072, 768), (64, 8192), (2**20, 768))
+_LAYER = (131072, 768)  # rows of experts and their width; as a weight: 128 experts of 1024 x 768
 _GEMM_MNK = ((1, 1536, 2048), (300, 520, 2080), (4096, 4096, 4096))
 _ROWS = ((3, 0, 40, 1, 0), (0, 0, 0, 0, 7), (300, 0, 129, 128, 1), (4096, 0, 4096, 4096, 4096))
 _GROUPED_NK = ((136, 96), (1536, 2048))
+_DEVICE = "cuda"
 _COMPARED = 256  # rows of a large matrix that are compared, at its start and at its end
 
 
@@ -39,6 +41,7 @@ class Case:
     check: Check
     run: Run
     bytes: float  # that must be read and written
+    flops: float = 0
 
 
 def self_test() -> tuple[str, bool]:
@@ -59,7 +62,8 @@ def self_test() -> tuple[str, bool]:
         ms = medians({"it": case.run}, repeats=5)["it"]
         speed = case.bytes / ms / 1e9
         verdict = "ok" if fault is None else f"FAILED, {fault}"
-        lines.append(f"  {case.kernel:14} {case.what:34} {ms:9.4f} {speed:6.2f} {speed / copied:8.0%}  {verdict}")
+        rates = f"{ms:9.4f} {speed:6.2f} {speed / copied:8.0%} {case.flops / ms / 1e9:8.0f}"
+        lines.append(f"  {case.kernel:14} {case.what:34} {rates}  {verdict}")
         torch.cuda.empty_cache()
     if architecture < 100:
         lines.append("  FP4 tensor cores: not run, this GPU has none")
@@ -87,9 +91,9 @@ def _library() -> Library:
 def _cases(architecture: int) -> Iterator[Case]:
     for rows, k in _QUANTIZE:
         yield _quantize_case(rows, k)
-    yield _swiglu_case(131072, 768)
+    yield _swiglu_case(*_LAYER)
     for block_rows in (1, 16):
-        yield _weight_case(block_rows, 4096, 4096)
+        yield _weight_case(block_rows, *_LAYER)
     for m, n, k in _GEMM_MNK:
         yield _gemm_case(architecture, (m,), n, k, grouped=False)
     for rows_E in _ROWS:
@@ -155,8 +159,8 @@ def _gemm_case(architecture: int, rows_E: tuple[int, ...], n: int, k: int, *, gr
     experts, m = len(rows_E), sum(rows_E)
     a = nvfp4.quantize(_random(m, k, seed=1).cpu(), (1, 16), "row")
     b = nvfp4.quantize(_random(experts * n, k, seed=2).cpu().view(experts, n, k), (1, 16), "expert")
-    offsets = ops.expert_offsets(torch.tensor(rows_E, device="cuda")) if grouped else None
-    operands = _operands(architecture, a.to("cuda"), b.to("cuda"), offsets)
+    offsets = ops.expert_offsets(torch.tensor(rows_E, device=_DEVICE)) if grouped else None
+    operands = _operands(architecture, a.to(_DEVICE), b.to(_DEVICE), offsets)
 
     def run() -> Tensor:
         out: Tensor = ops.gemm(*operands, offsets, _ALPHA, torch.bfloat16)
@@ -181,7 +185,7 @@ def _gemm_case(architecture: int, rows_E: tuple[int, ...], n: int, k: int, *, gr
     name = "gemm grouped" if grouped else "gemm dense"
     problem = f"{'+'.join(map(str, rows_E))} x {n} x {k}"
     used = sum(1 for rows in rows_E if rows)
-    return Case(name, problem, check, run, width * k * (m + used * n) + 2 * m * n)
+    return Case(name, problem, check, run, width * k * (m + used * n) + 2 * m * n, 2.0 * m * n * k)
 
 
 def _part(q: QTensor, index: int | slice) -> QTensor:
@@ -203,6 +207,6 @@ def _operands(architecture: int, a: QTensor, b: QTensor, offsets: Tensor | None)
 
 def _random(rows: int, k: int, seed: int) -> Tensor:
     """BF16 rows whose sizes differ by powers of two, made on the device."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    size_M1 = torch.exp2(torch.randint(-4, 5, (rows, 1), generator=generator, device="cuda").bfloat16())
-    return torch.randn(rows, k, generator=generator, device="cuda", dtype=torch.bfloat16) * size_M1
+    generator = torch.Generator(_DEVICE).manual_seed(seed)
+    size_M1 = torch.exp2(torch.randint(-4, 5, (rows, 1), generator=generator, device=_DEVICE).bfloat16())
+    return torch.randn(rows, k, generator=generator, device=_DEVICE, dtype=torch.bfloat16) * size_M1

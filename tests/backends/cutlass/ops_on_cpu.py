@@ -21,7 +21,8 @@ def quantize(x, amax, offsets, source_row, tiled, block_rows, swiglu):
         q = nvfp4.quantize(per_expert, (block_rows, 16), "expert", amax=amax)
     scales = q.block_scale.view(torch.uint8).view(rows, k // 16)
     scales = swizzle(scales, offsets) if tiled else scales
-    return q.codes.view(rows, k // 2), scales, q.amax if amax is None else q.amax.new_empty(0)
+    measured = x.float().abs().amax(1) if amax is None else x.new_empty(0, dtype=torch.float32)  # NaN shows
+    return q.codes.view(rows, k // 2), scales, measured
 
 
 def amax(x: Tensor, slices: int) -> Tensor:
@@ -49,3 +50,12 @@ def gemm(a, a_tiles, row_amax, b, b_tiles, weight_amax, offsets, alpha, out_dtyp
     acc = torch.cat([x @ w.T for x, w in zip(a_RK.split(sizes.tolist()), b_ENK, strict=True)])
     outer_R1 = (weight_amax.repeat_interleave(sizes) * row_amax)[:, None]
     return acc.mul_(alpha).mul_(outer_R1).to(out_dtype)
+
+
+def twin(a, a_tiles, row_amax, b, b_tiles, weight_amax, offsets, alpha, out_dtype):
+    """gemm on sm_90: BF16 codes x block scales."""
+    (m, k), n = a.shape, b.shape[1]
+    ops._check_gemm(a, a_tiles, row_amax, b, b_tiles, weight_amax, offsets, (m, n, k))
+    sizes = torch.tensor([m]) if offsets is None else offsets[0].diff()
+    acc = torch.cat([x.float() @ w.float().T for x, w in zip(a.split(sizes.tolist()), b, strict=True)])
+    return acc.mul_(alpha).mul_((weight_amax.repeat_interleave(sizes) * row_amax)[:, None]).to(out_dtype)
