@@ -21,7 +21,7 @@ _ROWS, _KEYS = 64, 64  # of a tile; a row of wgmma gives the same bits wherever 
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _attention_kernel(
     q, k, v, out, first, length, table, limit, H, KV, scale,
     GROUP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

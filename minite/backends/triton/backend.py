@@ -69,7 +69,7 @@ class TritonBackend:
         if device != "cuda":
             return f"runs on CUDA devices, not on {device}"
         if strict:
-            return "strict alignment needs sums that do not depend on the batch; its tiles depend on it"
+            return "strict alignment promises float64 sums; it has float32 ones (aligned, both sides get equal bits)"
         missing = next((name for module, name in _NEEDS.items() if find_spec(module) is None), None)
         if missing is not None:
             return f"the package {missing} is not installed"

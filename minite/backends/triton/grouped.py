@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minite.backends.reference import Prepared
 
-_TABLE_TILE = 128
+_TABLE_ELEMENTS = 4096  # of a program: registers, and compile time, which grows with them
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Config:
         return cls(128, 256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "E", "R"])  # they change from call to call: one compilation for all
 def _table_kernel(rows_E, table, limit, E, R, EP: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr):
     """table [4, limit] int32: expert, first row and end row of every row tile; table[3, 0] = how many there are."""
     e = tl.arange(0, EP)
@@ -65,7 +65,7 @@ def _table_kernel(rows_E, table, limit, E, R, EP: tl.constexpr, BM: tl.constexpr
         tl.store(table + 3 * limit, tl.minimum(tl.sum(tiles), limit))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "R"])
 def _gemm_kernel(
     a, b, out, a_amax, b_amax, table, limit, R, N, K, alpha,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -103,9 +103,8 @@ def tile_table(rows_E: Tensor, rows: int, tile_rows: int) -> tuple[Tensor, int]:
     limit = rows // tile_rows + experts
     table = torch.empty(4, limit, dtype=torch.int32, device=rows_E.device)
     padded = triton.next_power_of_2(experts)
-    _table_kernel[(triton.cdiv(limit, _TABLE_TILE),)](
-        rows_E, table, limit, experts, rows, EP=padded, BM=tile_rows, TILE=_TABLE_TILE
-    )
+    tile = max(1, _TABLE_ELEMENTS // padded)
+    _table_kernel[(triton.cdiv(limit, tile),)](rows_E, table, limit, experts, rows, EP=padded, BM=tile_rows, TILE=tile)
     return table, limit
 
 

@@ -105,7 +105,7 @@ def _placed(byte, s: tl.constexpr, e1: tl.constexpr, low: tl.constexpr):
     return (((both >> 3) & 0x10001) << s) | (((both >> 2) & 0x10001) << e1) | ((both & 0x30003) << low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _pack_kernel(codes, scales, words, count, K, BLOCK: tl.constexpr):
     """One word for each (strip of 16 rows, 64 columns, lane, 16 columns); its four bytes are two columns each."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
