@@ -14,9 +14,13 @@ from minite.errors import UserError
 from minite.models.hf_config import read_hf_config, write_hf_config
 from minite.models.weight_ops import WeightMap
 from minite.sync.checkpoint import Checkpoint, CheckpointWriter
+from minite.sync.names import SCHEMES
+from minite.sync.tensor_file import PLAIN
 
 # Settings of the model in which a checkpoint may differ: they change where training starts or ends, not the policy.
 _FREE = {"dtype", "checkpoint", "init_std", "max_seq_len"}
+
+_SCALES = tuple(scheme.block for scheme in SCHEMES)  # endings of tensors that a quantized checkpoint has
 
 Read = Callable[[str, tuple[int, ...]], Tensor]  # (name, expected shape) -> tensor on the CPU, in the dtype of the file
 
@@ -31,15 +35,21 @@ def reader(path: str | Path, config: RunConfig) -> Read:
     except UserError as error:
         raise UserError(f"model.checkpoint: {error}") from None
     _check_same_model(Path(path) / "config.json", config)
+    quantized = next((name for name in sorted(directory.names) if name.endswith(_SCALES)), None)
+    if quantized:
+        raise UserError(
+            f"model.checkpoint: {path} is quantized already: it holds {quantized}; expected BF16 or FP32, which "
+            f"minite convert {path} DST --to bf16 makes of it"
+        )
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = directory.read(name)
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        slot = directory.slot(name)
+        if slot.shape != shape or slot.dtype not in PLAIN:
             raise UserError(
-                f"model.checkpoint: {path}: {name} is {list(tensor.shape)} {tensor.dtype}, but the recipe's model "
+                f"model.checkpoint: {path}: {name} is {list(slot.shape)} {slot.dtype}, but the recipe's model "
                 f"needs {list(shape)} in BF16 or FP32"
             )
-        return tensor
+        return directory.read(name)
 
     return read
 

@@ -33,6 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = (
     "I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL",
 )  # fmt: skip
+PLAIN = ("BF16", "F16", "F32", "F64")  # of weights that are not quantized
 MAX_AXES, MAX_SIZE = 8, 1 << 40  # of a shape: more is nonsense, and empty tensors of any shape pass the library
 
 MAX_NAME = 512  # characters, of names that end up on terminals
@@ -138,6 +139,18 @@ class TensorFileWriter:
         assert not self._missing, f"{self.path}: {sorted(self._missing)[0]} was never written"
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def abandon(self) -> None:
+        """Leave the file as it is, unfinished."""
+        self._file.close()
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a whole file. Unlike the library's function it leaves its mode to the umask and raises OSError."""
+    writer = TensorFileWriter(path, {name: Stored(tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close()
 
 
 def nbytes_of(stored: Stored) -> int:

@@ -48,8 +48,21 @@ def test_directory_that_does_not_fit_is_named(tmp_path):
         read("b", (2, 3))
     with pytest.raises(UserError, match=r"a is \[2, 3\] .* needs \[3, 2\]"):
         read("a", (3, 2))
-    with pytest.raises(UserError, match="codes is .*uint8"):
+    with pytest.raises(UserError, match="codes is .* U8"):
         read("codes", (2, 3))
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_scale_inv"])
+def test_a_quantized_directory_is_refused_before_anything_is_read(tmp_path, part):
+    """Codes of block FP8 have the shape of the weight and a floating type: read as one they are off by the scale."""
+    named = {"a.weight": torch.zeros(2, 3).to(torch.float8_e4m3fn), f"a.{part}": torch.ones(1, 1)}
+    save_file(named, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(write_hf_config(MODEL)))
+    with pytest.raises(UserError, match=f"is quantized already: it holds a.{part}; .* minite convert .* --to bf16"):
+        hf.reader(tmp_path, CONFIG)
+    save_file({"a.weight": named["a.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="a.weight is .* F8_E4M3, but"):
+        hf.reader(tmp_path, CONFIG)("a.weight", (2, 3))
 
 
 @pytest.mark.parametrize(
