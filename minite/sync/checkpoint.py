@@ -15,11 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minite.errors import UserError
-from minite.sync.tensor_file import Slot, TensorFile
+from minite.sync.tensor_file import Slot, TensorFile, save_tensors
 from minite.sync.verify import raw_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +57,7 @@ class Checkpoint:
 
     def add_file(self, name: str) -> None:
         """Also read a file that the index does not list. UserError for one that holds a tensor already held."""
-        file = TensorFile(_regular(self.directory, name))
+        file = TensorFile(regular_file(self.directory, name))
         twice = next((tensor for tensor in file.slots if tensor in self._home), None)
         if twice:
             raise UserError(
@@ -96,7 +95,7 @@ class Checkpoint:
         """Tensor -> file, as the index says; empty without one."""
         if not os.path.lexists(self.directory / INDEX):
             return {}
-        path = _regular(self.directory, INDEX)
+        path = self.directory / INDEX
         listed = read_json(path).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
             raise UserError(f"{path}: expected weight_map to be an object of tensor: file name; copy it again")
@@ -109,6 +108,8 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of the checkpoint that holds an object. UserError for anything else, also a huge or deep one."""
     try:
+        if path.exists():
+            regular_file(path.parent, path.name)
         if path.stat().st_size > JSON_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes")
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -119,9 +120,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _regular(directory: Path, name: str) -> Path:
+def regular_file(directory: Path, name: str) -> Path:
     """The file ``name`` of the directory. A link may lead elsewhere in the directory, or to the blobs of a Hugging
-    Face cache, whose snapshots are links; one that leads out could feed any file of the machine to the converter."""
+    Face cache, whose snapshots are links; one that leads out could feed any file of the machine to the converter.
+    UserError for everything else."""
     path = directory / name
     try:
         inside = {directory.resolve(), directory.resolve().parent.parent / "blobs"}
@@ -175,7 +177,7 @@ class CheckpointWriter:
             return
         self._files += 1
         name = f"model-{self._files:05d}.safetensors"
-        save_file(self._held, self.partial / name, metadata={"format": "pt"})
+        save_tensors(self.partial / name, self._held)
         self._index |= dict.fromkeys(self._held, name)
         self._total += self._size
         self._held, self._size = {}, 0

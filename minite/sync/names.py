@@ -50,7 +50,8 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 MEMBER_OF = {member: fused for fused, members in FUSED.items() for member in members}
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}  # beside the weight of k_proj and v_proj
 NOT_LINEAR = ("embed_tokens", "norm")  # endings of modules with a weight that no quantizer touches
-UNUSED = (".rotary_emb.inv_freq", "lm_head.weight")  # old Llama files have the first, some tied models the second
+# Passed by: old Llama files have the first, some tied models the second, compressed-tensors with an FP8 cache the rest.
+UNUSED = (".rotary_emb.inv_freq", "lm_head.weight", ".self_attn.k_scale", ".self_attn.v_scale")
 _KNOWN_PARTS = {
     *(part for scheme in SCHEMES for part in (scheme.codes, scheme.block, scheme.outer, scheme.input) if part),
     *(AMAX, "bias", *KV_SCALES.values()),

@@ -11,8 +11,8 @@ from torch import Tensor
 from minite.errors import UserError
 from minite.formats import QTensor, conventions
 from minite.sync.checkpoint import Checkpoint
-from minite.sync.names import AMAX, FP8, FUSED, MEMBER_OF, SCHEMES, UNUSED, Scheme, scheme_of, tensor_name
-from minite.sync.verify import dtype_name
+from minite.sync.names import AMAX, FP8, FUSED, MEMBER_OF, SCHEMES, UNUSED, Scheme, scheme_of, split_name, tensor_name
+from minite.sync.tensor_file import PLAIN, Slot
 
 AMAX_FILE = "minite_amax.safetensors"  # exact amaxes, outside the index, where other loaders do not look
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,6 +56,7 @@ class Source:
 
     def __init__(self, reader: Checkpoint, shapes: Shapes) -> None:
         self.reader, self.shapes = reader, shapes
+        self._experts = len({name.split(".experts.")[1].split(".")[0] for name in shapes if ".experts." in name})
         if (reader.directory / AMAX_FILE).exists():
             reader.add_file(AMAX_FILE)
         self.names = reader.names
@@ -72,14 +73,9 @@ class Source:
             scheme = scheme_of(place.container, self.names)
             if scheme is not None:
                 return self._fp8(module, place, *shape) if scheme is FP8 else self._nvfp4(module, place, scheme, *shape)
-            tensor = self._rows(place, "weight", shape[0])
-        else:
-            tensor = self.reader.read(name)
-        if not tensor.is_floating_point():
-            raise self._error(f"{name} is {dtype_name(tensor.dtype)}; expected BF16, FP32 or a known quantization")
-        if tuple(tensor.shape) != shape:
-            raise self._error(f"{name} is {list(tensor.shape)}; the recipe's model has {list(shape)}")
-        return tensor
+            return self._rows(place, "weight", shape, PLAIN)
+        self._check(name, self.reader.slot(name), shape, PLAIN)
+        return self.reader.read(name)
 
     def input_scale(self, module: str) -> float | None:
         """What is stored as the input scale of a quantized linear, in its scheme's own meaning."""
@@ -129,9 +125,8 @@ class Source:
         assert scheme.outer is not None and scheme.convention is not None
         if k % 16:
             raise self._error(f"{module} has K = {k}, which is no multiple of 16; NVFP4 cannot hold it")
-        codes, scale = self._rows(place, scheme.codes, n), self._rows(place, scheme.block, n)
-        self._check(module, scheme.codes, codes, torch.uint8, (n, k // 2))
-        self._check(module, scheme.block, scale, torch.float8_e4m3fn, (n, k // 16))
+        codes = self._rows(place, scheme.codes, (n, k // 2), ("U8",))
+        scale = self._rows(place, scheme.block, (n, k // 16), ("F8_E4M3",))
         if bool((scale.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise self._error(
                 f"{module}.{scheme.block} holds NaN; whatever it was is lost, export the checkpoint again"
@@ -147,26 +142,22 @@ class Source:
     def _fp8(self, module: str, place: Place, n: int, k: int) -> Held:
         if place.first % 128:
             raise self._error(f"{module} starts at row {place.first} of {place.container}, inside a 128x128 block")
-        codes, scale = self._rows(place, FP8.codes, n), self._rows(place, FP8.block, n, 128).float()
-        self._check(module, FP8.codes, codes, torch.float8_e4m3fn, (n, k))
-        self._check(module, FP8.block, scale, torch.float32, (-(-n // 128), -(-k // 128)))
+        codes = self._rows(place, FP8.codes, (n, k), ("F8_E4M3",))
+        scale = self._rows(place, FP8.block, (-(-n // 128), -(-k // 128)), ("F32", "BF16"), block=128).float()
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
             raise self._error(
                 f"{module}.{FP8.block} holds NaN, Inf or a scale not above 0; export the checkpoint again"
             )
         return Held(FP8, QTensor("fp8", codes.view(torch.uint8), scale, None, (n, k), (128, 128), outer_max=448.0))
 
-    def _rows(self, place: Place, part: str, count: int, block: int = 1) -> Tensor:
-        """The linear's rows of a tensor [rows, ..] or [E, rows, ..]; ``block``: rows of the linear in one of them."""
-        name = self._name(place, part)
-        shape, first, count = self.reader.slot(name).shape, place.first // block, -(-count // block)
-        rows = -(-place.rows // block)
+    def _rows(self, place: Place, part: str, shape: tuple[int, ...], dtypes: tuple[str, ...], block: int = 1) -> Tensor:
+        """The linear's rows, [*shape], of a tensor [rows, ..] or [E, rows, ..], which is checked before it is read.
+        ``block``: rows of the linear in one of them."""
+        name, experts = self._name(place, part), () if place.expert is None else (self._experts,)
+        self._check(name, self.reader.slot(name), (*experts, -(-place.rows // block), *shape[1:]), dtypes)
+        first, count = place.first // block, shape[0]
         if place.expert is None:
-            if not shape or shape[0] != rows:
-                raise self._error(f"{name} is {list(shape)}; the recipe's model has {rows} rows there, none of padding")
             return self.reader.read(name, first, count)
-        if len(shape) != 3 or shape[0] <= place.expert or shape[1] != rows:
-            raise self._error(f"{name} is {list(shape)}; the recipe's model has [experts, {rows}, columns] there")
         return self.reader.read(name, place.expert, 1)[0, first : first + count]
 
     def _number(self, place: Place, scheme: Scheme, part: str) -> Tensor | None:
@@ -175,7 +166,7 @@ class Source:
         if name is None:
             return None
         slot = self.reader.slot(name)
-        experts = 1 if place.expert is None else self.reader.slot(self._name(place, scheme.codes)).shape[0]
+        experts = 1 if place.expert is None else self._experts
         expert, values = place.expert or 0, slot.nbytes // 4
         at = {1: 0, experts: expert, place.members: place.member} | {
             experts * place.members: expert * place.members + place.member
@@ -190,18 +181,19 @@ class Source:
             raise self._error(f"{place.container}.{part} is missing; copy or export the checkpoint again")
         return name
 
-    def _check(self, module: str, part: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            got = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            want = f"{dtype_name(dtype)} {list(shape)}, neither padded nor swizzled"
-            raise self._error(f"{module}.{part} is {got}; expected {want}")
+    def _check(self, name: str, slot: Slot, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        """FP8 that no scale was found for is refused with the integers: its values would be off by the scale."""
+        if slot.dtype not in dtypes:
+            or_else = " or a known quantization with all its parts" if dtypes is PLAIN else ""
+            raise self._error(f"{name} is {slot.dtype}; expected {', '.join(dtypes)}{or_else}")
+        if slot.shape != shape:
+            raise self._error(f"{name} is {list(slot.shape)}; the recipe's model has {list(shape)}, without padding")
 
     def _error(self, text: str) -> UserError:
         return UserError(f"{self.reader.directory}: {text}")
 
 
 def _part_of(name: str, containers: set[str]) -> bool:
-    """Whether a tensor is a part, whatever part, of one of the modules; experts.down_proj_input_scale is one too."""
-    module, _, leaf = name.rpartition(".")
-    stem = leaf.partition("_proj")[0] + "_proj"
-    return module in containers or f"{module}.{stem}" in containers or name.endswith(UNUSED)
+    """Whether a tensor is a part of one of the modules, or may be passed by. A bias is none: no model here has any."""
+    module, part = split_name(name)
+    return (module in containers and part != "bias") or name.endswith(UNUSED)

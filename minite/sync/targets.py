@@ -19,6 +19,7 @@ from minite.config import PrecisionPlan
 from minite.errors import UserError
 from minite.sync import modelopt
 from minite.sync.names import AMAX, FP8, KV_SCALES, MODELOPT
+from minite.sync.verify import dtype_name
 
 TARGETS = ("nvfp4", "bf16", "fp8")
 QUANT_CONFIG = "hf_quant_config.json"
@@ -65,9 +66,13 @@ def to_sent(to: str, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     return name, tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn and part == "weight" else tensor
 
 
-def configs(to: str, plan: PrecisionPlan, hf_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """JSON files to write, by name. UserError for a plan that the format cannot express."""
+def configs(
+    to: str, plan: PrecisionPlan, hf_config: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
+    """JSON files to write, by name; ``dtype``: of what is not quantized. UserError for a plan that the format cannot
+    express."""
     plain = {key: value for key, value in hf_config.items() if key not in ("quantization_config", "compression_config")}
+    plain |= {key: dtype_name(dtype) for key in ("torch_dtype", "dtype") if key in plain}  # the old key and the new one
     if to == "bf16":
         return {"config.json": plain}
     if to == "fp8":

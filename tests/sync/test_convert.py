@@ -197,7 +197,7 @@ def test_outer_scale():
         ),
         (lambda p: change(p, f"{EXPERT}.weight", torch.full((32, 64), torch.nan)), f"{EXPERT}.weight: holds NaN"),
         (lambda p: change(p, f"{EXPERT}.weight", torch.ones(33, 64)), r"is \[33, 64\]"),
-        (lambda p: change(p, f"{EXPERT}.weight", torch.ones(32, 64, dtype=torch.int32)), "is int32; expected BF16"),
+        (lambda p: change(p, f"{EXPERT}.weight", torch.ones(32, 64, dtype=torch.int32)), "is I32; expected BF16"),
         (lambda p: change(p, f"{EXPERT}.weight", None), f"{EXPERT} is not there"),
     ],
 )

@@ -72,7 +72,7 @@ STEPS = [
     (run_module.Conversion, "finish", 0),
     (run_module, "write_json", 0),
     (run_module, "write_json", 2),
-    (run_module, "save_file", 0),
+    (run_module, "save_tensors", 0),
     (run_module.shutil, "copyfile", 0),
     (Partial, "publish", 0),
     (partial_module.Path, "unlink", 0),

@@ -147,20 +147,25 @@ def padded(named):
     ("change", "text"),
     [
         (nan_scale, f"{UP}.weight_scale holds NaN"),
-        (padded, rf"{UP}.weight_scale is \[128, 4\]; the recipe's model has 32 rows there, none of padding"),
+        (padded, rf"{UP}.weight_scale is \[128, 4\]; the recipe's model has \[32, 4\], without padding"),
         (
             put(f"{UP}.weight_scale", torch.ones(32, 4)),
-            r"is float32 \[32, 4\]; expected float8_e4m3fn \[32, 4\], neither",
+            f"{UP}.weight_scale is F32; expected F8_E4M3",
         ),
         (put(f"{UP}.weight_scale_2", None), f"{UP}.weight_scale_2 is missing"),
         (put(f"{UP}.weight_scale_2", torch.tensor(0.0)), f"{UP}.weight_scale_2 is 0.0; expected a positive"),
         (put(f"{UP}.weight_scale_2", torch.tensor(math.nan)), "is nan; expected a positive"),
         (put(f"{UP}.weight_scale_2", torch.ones(2)), r"is F32 \[2\]; expected F32, one number per"),
         (put(f"{UP}.weight_scale_2", torch.ones((), dtype=torch.float64)), r"is F64 \[\]; expected F32"),
-        (put(f"{DOWN}.weight_scale", None), f"{DOWN}.weight is uint8; expected BF16, FP32 or a known quantization"),
+        (
+            put(f"{DOWN}.weight_scale", None),
+            f"{DOWN}.weight is U8; expected BF16, .* or a known quantization with all its parts",
+        ),
         (put(f"{UP}.weight", None), f"{UP} is not there"),
         (put(f"{UP.replace('up', 'gate_up')}.weight", torch.ones(64, 64)), "is stored twice, as"),
-        (put("model.layers.0.mlp.gate.weight", torch.zeros(3, 64, dtype=torch.int8)), "is int8; expected"),
+        (put("model.layers.0.mlp.gate.weight", torch.zeros(3, 64, dtype=torch.int8)), "is I8; expected"),
+        (put("model.layers.0.self_attn.q_proj.bias", torch.ones(64)), "q_proj.bias is not a tensor of the recipe's"),
+        (put(f"{UP}.pre_quant_scale", torch.ones(64)), "pre_quant_scale is not a tensor of the recipe's model"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, change, text):

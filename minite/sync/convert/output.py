@@ -38,6 +38,8 @@ class OutputFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._pool.shutdown()
+        if kind is not None:
+            self._writer.abandon()
 
     def add(self, sent: Mapping[str, Tensor]) -> None:
         """Write what a sampler would be sent for one unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minite import __version__
 from minite.config import PrecisionPlan, RunConfig, resolve_plan
 from minite.errors import UserError
 from minite.models import get_model
-from minite.sync.checkpoint import INDEX, Checkpoint, index_json, read_json, write_json
+from minite.sync.checkpoint import INDEX, Checkpoint, index_json, read_json, regular_file, write_json
 from minite.sync.convert.inputs import input_scales
 from minite.sync.convert.layout import Unit, files, units
 from minite.sync.convert.output import OutputFile
@@ -27,6 +27,7 @@ from minite.sync.reconcile import ScaleCost, share_outer, untied
 from minite.sync.source import AMAX_FILE, Held, Source
 from minite.sync.stored import MODEL_DTYPES, to_parts
 from minite.sync.targets import QUANT_CONFIG, configs, retarget
+from minite.sync.tensor_file import save_tensors
 
 FILE_BYTES = 1 << 30  # of one output file: what an interruption loses at most
 REPORT_FILE = "minite_report.json"
@@ -71,15 +72,23 @@ def convert(
 
     Raises:
         UserError: for a source that is damaged or not the recipe's model, a target that exists, a plan that the format
-            cannot express, a partial directory of another conversion. Nothing is left behind, but a partial directory
-            of another conversion.
+            cannot express, a partial directory of another conversion, a disk that is full or cannot be written. Nothing
+            is left behind, but a partial directory of another conversion, and after trouble with the disk.
     """
     target = Path(target)
-    if clean(target):
-        return Report()
-    job = Conversion(Path(source), config, quantizer, to, outer_scales, progress or (lambda done, total: None))
-    layout = files(units(job.plan, job.shapes, to, job.dtype), file_bytes)
-    partial = Partial(target, job.header(file_bytes))
+    try:
+        job = Conversion(Path(source), config, quantizer, to, outer_scales, progress or (lambda done, total: None))
+        layout = files(units(job.plan, job.shapes, to, job.dtype), file_bytes)
+        header = job.header(file_bytes)
+        if clean(target, header):
+            return Report()
+        return _run(job, layout, Partial(target, header, list(layout)))
+    except OSError as error:
+        text = f"{target}: {error}; mend that (space, rights, another DST), then the same command goes on"
+        raise UserError(text) from error
+
+
+def _run(job: Conversion, layout: Mapping[str, list[Unit]], partial: Partial) -> Report:
     try:
         job.skip([unit for record in partial.finished for unit in layout[record["file"]]])
         for name in list(layout)[len(partial.finished) :]:
@@ -89,11 +98,7 @@ def convert(
     except UserError:
         partial.discard()
         raise
-    except OSError as error:
-        partial.close()
-        text = f"{target}: {error}; make room or mend the disk, then the same command goes on"
-        raise UserError(text) from error
-    except BaseException:  # Ctrl-C: what is finished stays for the next run
+    except BaseException:  # Ctrl-C, a full disk: what is finished stays for the next run
         partial.close()
         raise
     return report
@@ -111,7 +116,10 @@ class Conversion:
         self.dtype = MODEL_DTYPES[config.model.dtype]
         self.reader = Checkpoint(source)
         self.source = Source(self.reader, self.shapes)
-        self.configs = configs(to, self.plan, read_json(source / "config.json"))
+        hf_config = read_json(source / "config.json")
+        self.configs = configs(to, self.plan, hf_config, self.dtype)
+        self.copied = _copied(source)
+        _check_tied(source, hf_config, config)
         self.quantizer, self.progress, self.outer_scales = quantizer, progress, outer_scales
         self.fingerprint = self.reader.fingerprint()
         self.inputs, self.input_faults = _check_source(self.source, self.plan, to, outer_scales)
@@ -176,7 +184,7 @@ class Conversion:
             write_json(partial.path / name, data)
         amaxes = {name: value for record in partial.finished for name, value in record["amax"].items()}
         if amaxes:
-            save_file({name: torch.tensor(value) for name, value in amaxes.items()}, partial.path / AMAX_FILE)
+            save_tensors(partial.path / AMAX_FILE, {name: torch.tensor(value) for name, value in amaxes.items()})
         sent, disk_only = (
             {name: digest for record in partial.finished for name, digest in record[kind].items()}
             for kind in ("sent", "disk_only")
@@ -188,14 +196,30 @@ class Conversion:
         report = Report(costs, self.outer_scales == "shared", self.input_faults)
         if costs or self.input_faults:
             write_json(partial.path / REPORT_FILE, asdict(report))
-        for file in sorted(self.reader.directory.iterdir()):
-            if file.is_file() and file.suffix in _COPIED and file.name not in _OWN and file.name != JOURNAL:
-                shutil.copyfile(file, partial.path / file.name)
+        for file in self.copied:
+            shutil.copyfile(file, partial.path / file.name)
         return report
 
     def _count(self, unit: Unit) -> None:
         self.done += sum(_elements(self.shapes[name]) for name in unit.names) * 2
         self.progress(self.done, self.total)
+
+
+def _copied(source: Path) -> list[Path]:
+    """Small files that the target gets as they are: tokenizer, chat template and the like."""
+    own = {*_OWN, JOURNAL}
+    found = [path for path in sorted(source.iterdir()) if path.suffix in _COPIED and path.name not in own]
+    return [regular_file(source, path.name) for path in found if not path.is_dir()]
+
+
+def _check_tied(source: Path, hf_config: Mapping[str, Any], config: RunConfig) -> None:
+    """A tied model has no lm_head: with the wrong setting it would be left out, and config.json ask for it."""
+    tied = bool(hf_config.get("tie_word_embeddings"))
+    if tied != config.model.tie_word_embeddings:
+        raise UserError(
+            f"{source}/config.json: tie_word_embeddings is {json.dumps(tied)}, but model.tie_word_embeddings of the "
+            f"recipe is not ({config.where('model.tie_word_embeddings')}); give the recipe of this model"
+        )
 
 
 def _check_source(
@@ -205,7 +229,10 @@ def _check_source(
     where = source.reader.directory
     unknown = source.unknown()
     if unknown:
-        raise UserError(f"{where}: {unknown[0]} is not a tensor of the recipe's model")
+        more = f" (and {len(unknown) - 1} others)" if len(unknown) > 1 else ""
+        raise UserError(
+            f"{where}: {unknown[0]} is not a tensor of the recipe's model{more}; give the recipe of this model"
+        )
     quantized = [name.removesuffix(".weight") for name, shape in source.shapes.items() if len(shape) == 2]
     schemes = {module: scheme for module in quantized if (scheme := source.scheme(module)) is not None}
     nvfp4 = {module: scheme for module, scheme in schemes.items() if scheme.convention is not None}
