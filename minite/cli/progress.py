@@ -41,8 +41,9 @@ class ByteProgress:
             return
         if self._first is None:
             self._first = done
-        if done * 10 // total > self._tenths:
-            self._tenths = done * 10 // total
+        tenths = done * 10 // max(total, 1)  # of nothing at all, if all tensors are empty
+        if tenths > self._tenths:
+            self._tenths = tenths
             self._console.print(self._line(done, total), markup=False, highlight=False, soft_wrap=True)
 
     def _line(self, done: int, total: int) -> str:

@@ -120,6 +120,8 @@ BROKEN = [
     (put(SCALE, None), "error", "missing-part"),
     (put(f"{UP}.weight_scale_2", None), "error", "missing-part"),
     (put(f"{UP}.weight_scale_2", lambda t: t.double()), "error", "scale-dtype"),
+    (put(f"{UP}.weight_scale_2", torch.ones(7)), "error", "scale-shape"),
+    (put(f"{UP}.input_scale", torch.ones(7)), "error", "scale-shape"),
     (put(f"{UP}.weight", None), "error", "missing-part"),
     (put(f"{UP}.weight", lambda t: t.int()), "error", "codes"),
     (put(f"{UP}.weight", lambda t: t[:, :30].contiguous()), "error", "k-multiple"),
@@ -157,6 +159,10 @@ LISTS = [
     (["re:.*mlp.gate$", "re:lm_head"], []),
     (["re:(a+)+b", *IGNORED], [("warning", "pattern", "re:(a+)+b")]),
     (["re:(", *IGNORED], [("warning", "pattern", "re:(")]),
+    (["re:a?a?a?a?b", *IGNORED], [("warning", "pattern", "re:a?a?a?a?b")]),  # with 30 of them: for ever
+    (["re:(a|a)(a|a)(a|a)(a|a)b", *IGNORED], [("warning", "pattern", "re:(a|a)(a|a)(a|a)(a|a)b")]),
+    (["re:(model.)?layers", *IGNORED], [("warning", "pattern", "re:(model.)?layers")]),
+    (["re:.*?mlp.gate$", "re:.*(lm_head|embed).*?$"], []),
     (["model.layers.*.mlp.gate*", "lm_head"], []),
     (["gate", "lm_head"], [("warning", "substring", "gate")]),
     ([*IGNORED, f"{GATE}"[:-5]], [("warning", "names-nothing", GATE[:-5]), ("warning", "substring", GATE[:-5])]),
@@ -208,6 +214,20 @@ def test_verify_sees_a_changed_byte(tmp_path, part):
 def test_nothing_to_verify_against(tmp_path):
     with pytest.raises(UserError, match="has no minite_digest.json"):
         inspect_directory(source(tmp_path / "d", CONFIG), verify=True)
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
+    ignored = [*IGNORED, "\x1b[31m", "\ud800", "a\nb", "ä"]
+    text = inspect_directory(exported(tmp_path / "d", tensors(CONFIG), quantization(ignored))).text()
+    assert all(line.isprintable() for line in text.split("\n")) and text.encode()
+    assert all(seen in text for seen in ("\\x1b[31m", "\\ud800", "a\\nb", "ä"))
+
+
+def test_a_directory_of_empty_tensors(tmp_path, capsys):
+    save_file({"a.weight": torch.zeros(0, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.zeros(0, 1)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "error: no-config" in capsys.readouterr().out
 
 
 def test_command_line(tmp_path, capsys):

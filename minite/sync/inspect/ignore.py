@@ -19,7 +19,7 @@ from minite.sync.names import FUSED
 
 CONFIG, QUANT_CONFIG = "config.json", "hf_quant_config.json"
 _KEYS = ("ignore", "modules_to_not_convert", "exclude_modules")
-_SAFE = 3  # repetitions in a regular expression: more may take for ever on a name that almost fits
+_SAFE = 3  # repetitions, and groups, in a regular expression: more may take for ever on a name that almost fits
 
 
 def listed_modules(quantization: Mapping[str, Any]) -> list[str]:
@@ -109,7 +109,8 @@ def _pattern(entry: str) -> Any:
     if not entry.startswith("re:"):
         return lambda name: fnmatchcase(name, entry)
     text = entry.removeprefix("re:")
-    if len(re.findall(r"[*+{]", text)) > _SAFE or re.search(r"\)[*+{]", text):
+    repeated = re.sub(r"[*+}]\?", "*", text)  # a lazy repetition is one
+    if len(re.findall(r"[*+{?]", repeated)) > _SAFE or text.count("(") > _SAFE or re.search(r"\)[*+{?]", text):
         return None
     try:
         return re.compile(text).match

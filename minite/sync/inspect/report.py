@@ -37,7 +37,7 @@ class Inspection:
         table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         found = [_line(group) for group in collapse(self.findings)] or ["no broken rule"]
         proof = [f"verified: every tensor is as it was written (digest {self.verified})"] if self.verified else []
-        return "\n".join([*table, "", self._totals(), *proof, "", *found])
+        return "\n".join(_printable(line) for line in [*table, "", self._totals(), *proof, "", *found])
 
     def json(self) -> dict[str, Any]:
         """Everything, module by module."""
@@ -88,6 +88,11 @@ def _scale_cells(stats: list[ScaleStats]) -> tuple[str, str, str, str]:
     span = f"{min(outer):.2e} .. {max(outer):.2e}" if outer else ""
     a, b, c = (f"{share / blocks:.3%}" if share else "0" for share in shares)
     return a, b, c, span
+
+
+def _printable(text: str) -> str:
+    """Names and configs may hold anything: no control character reaches the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _line(group: Collapsed) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from minite.sync.inspect.findings import ERROR, NOTE, WARNING, Finding
 from minite.sync.inspect.modules import FP8_BLOCK, Module
-from minite.sync.names import FP8
+from minite.sync.names import FP8, FUSED
 
 _AGAIN = "export the checkpoint again"
+_MEMBERS = {1, *(len(members) for members in FUSED.values())}  # that one matrix may hold
 
 
 def check_structure(modules: Iterable[Module], static_inputs: bool) -> Iterator[Finding]:
@@ -54,6 +56,11 @@ def _nvfp4(module: Module, static_inputs: bool) -> Iterator[Finding]:
         yield Finding(ERROR, "padding" if padded else "scale-shape", name, what, mend)
     if outer.dtype != "F32":
         yield Finding(ERROR, "scale-dtype", name, f"{scheme.outer} is {outer.dtype}; expected F32", _AGAIN)
+    matrices = math.prod(lead)
+    for part in (scheme.outer, scheme.input):
+        if part in slots and math.prod(slots[part].shape) not in {e * m for e in (1, matrices) for m in _MEMBERS}:
+            what = f"{part} is {list(slots[part].shape)}; expected one number per matrix"
+            yield Finding(ERROR, "scale-shape", name, what, _AGAIN)
     if n % 128 or k % 64:
         what = f"[{n}, {k}] is no multiple of [128, 64]: engines pad its scales, which some cannot reload"
         yield Finding(NOTE, "unpadded", name, what, "nothing, unless weights are updated while the engine runs")
@@ -78,6 +85,8 @@ def _fp8(module: Module) -> Iterator[Finding]:
 
 def _orphans(module: Module) -> Iterator[Finding]:
     """Parts of a quantization without the rest of it."""
+    if module.format.startswith("F8_") and len(module.shape) > 1:
+        yield Finding(ERROR, "missing-part", module.name, f"weight is {module.format}, but has no scale", _AGAIN)
     left = [part for part in module.parts if part.endswith(("scale", "amax")) and part not in ("k_scale", "v_scale")]
     if left and not (module.format.startswith("FP8")):
         what = f"has {left[0]}, but its weight is {module.format}"
