@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import EDGE_INPUTS, normal  # noqa: E402
 
-from minite.backends.triton import packed, quantize, rounding, tiles  # noqa: E402
+from minite.backends.triton import attention, packed, quantize, rounding, tiles  # noqa: E402
+from minite.backends.triton.grouped import tile_table  # noqa: E402
 from minite.formats import block_scaled, nvfp4  # noqa: E402
+from minite.layers import ops  # noqa: E402
 
 _sum = rounding._e2m1_sum
 
@@ -74,6 +76,35 @@ def packing_differs():
     return [] if equal else ["packed weight differs"]
 
 
+def table_differs():
+    """Tiles of sequences of any number and length, empty ones among them, against a loop."""
+    for sequences, longest, rows in ((5, 40, 8), (130, 3, 8), (300, 2, 64)):
+        length_S = torch.randint(0, longest + 1, (sequences,), generator=torch.Generator().manual_seed(2))
+        length_S[sequences // 2] = 0
+        wanted, start = [], 0
+        for s, length in enumerate(length_S.tolist()):
+            wanted += [[s, row, start + length] for row in range(start, start + length, rows)]
+            start += length
+        table, limit = tile_table(length_S, start, rows)
+        found = table[:3, : int(table[3, 0])].T.tolist()
+        if found != wanted or limit < len(wanted):
+            return [f"tile table of {sequences} sequences differs"]
+    return []
+
+
+def attention_differs():
+    """Against the layer's, and decode against prefill to the bit. float16: the interpreter has no bfloat16 products."""
+    lengths = torch.tensor([5, 1, 0, 70, 130])
+    cu, total = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.sum())
+    q, k, v = (normal(total, h, 16, seed=h, dtype=torch.float16) for h in (6, 2, 2))
+    out = attention.attention(q, k, v, cu, 0.25)
+    wanted = ops.attention(q, k, v, cu, 0.25, strict=False)
+    last = cu[1:][lengths > 0] - 1
+    decoded = attention.attention_decode(q[last], k, v, cu[:-1][lengths > 0], lengths[lengths > 0], 0.25)
+    failures = [] if (out.float() - wanted.float()).abs().max() < 2**-10 else ["attention differs"]
+    return failures + ([] if decoded.equal(out[last]) else ["decode differs from prefill"])
+
+
 def main():
     tiles.e2m1_bytes = portable_bytes
     failures, count = [], 0
@@ -88,8 +119,8 @@ def main():
                 count += 1
     failures += differences(normal(3, 16, 64), (1, 16), "expert") + differences(normal(2, 768), (1, 16), "row")
     failures += differences(normal(0, 64), (1, 16), "row") + differences(normal(2, 2064), (1, 16), "row")
-    failures += packing_differs()
-    print("\n".join([*failures, f"{count + 5} cases, {len(failures)} failures"]))
+    failures += packing_differs() + table_differs() + attention_differs()
+    print("\n".join([*failures, f"{count + 7} cases, {len(failures)} failures"]))
     sys.exit(bool(failures))
 
 
