@@ -16,6 +16,7 @@ import torch
 from real_sglang import NEEDS_SGLANG, sglang_engine
 from tiny_engine import MOE, engine, load, requests, shipment
 
+from minite.backends.recording import Recording
 from minite.config import resolve_plan
 from minite.driver.buffer import Group, pack
 from minite.driver.data import Example, Prompt
@@ -23,7 +24,6 @@ from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
 from minite.sampler.engine import Request, SamplingParams
 from minite.sampler.sglang.names import expected_modules
-from minite.backends.recording import Recording
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST
 from tests.tolerances import FP32_ENGINE_GAP
@@ -92,6 +92,8 @@ def test_ten_updates_each_proven_each_felt_without_growth(moe):
         assert load(sglang, *shipment(cfg, 100 + step, step=step)) == sglang.weight_version().weight_digest
         seen.add(tuple(p for c in sglang.generate(asked) for p in c.logprobs))
         memory.append(scheduler.memory_info().rss)
+    assert sglang.seconds.keys() == {"flatten", "transfer", "load", "verify", "prepare"}
+    assert all(0 <= seconds < 60 for seconds in sglang.seconds.values())
     assert len(seen) == 12
     assert max(memory[2:]) - memory[1] < MAX_GROWTH
 

@@ -7,6 +7,7 @@ import base64
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -54,6 +55,7 @@ class SglangEngine:
         self._refusal = "no weights were loaded yet"
         self._live: dict[str, Request] = {}
         self._generating = threading.Lock()
+        self.seconds = {"flatten": 0.0, "transfer": 0.0}  # of the last weight update, by phase
         self._loop = asyncio.get_event_loop()
         proof.check(self.states(), plan, self.backend, None)
 
@@ -149,6 +151,7 @@ class SglangEngine:
             )
             raise SyncError(self._refusal)
         self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
+        self.seconds = {"flatten": 0.0, "transfer": 0.0}
         self.compat.begin_update(self.sglang)
         self._incoming = version
         self._send({VERSION: text(json.dumps(asdict(version)))})
@@ -167,12 +170,14 @@ class SglangEngine:
         try:
             self.compat.end_update(self.sglang)
             checked(self.sglang.flush_cache, "flush_cache")  # after the last change, so that no stale prefix survives
-            proof.check(self.states(), self.plan, self.backend, version)
+            states = self.states()
+            proof.check(states, self.plan, self.backend, version)
         except SyncError as error:
             self._refusal = f"the update to the weights of step {version.step} failed: {error}"
             raise
         self._version = version
         self._stats.weight_updates += 1
+        self._split_time(states)
         return version.weight_digest
 
     def weight_version(self) -> WeightVersion | None:
@@ -180,13 +185,25 @@ class SglangEngine:
         return self._version
 
     def _send(self, tensors: Mapping[str, Tensor]) -> None:
+        start = time.perf_counter()
+        flat = flatten(tensors)
+        flattened = time.perf_counter()
         checked(
             self.sglang.update_weights_from_tensor,
             "update_weights_from_tensor",
-            named_tensors=flatten(tensors),
+            named_tensors=flat,
             load_format=launch.LOADER,
             flush_cache=False,
         )
+        self.seconds["flatten"] += flattened - start
+        self.seconds["transfer"] += time.perf_counter() - flattened
+
+    def _split_time(self, states: list[dict[str, Any]]) -> None:
+        """Phases inside of the schedulers are no transfer. The slowest scheduler counts."""
+        inside = [state["minite"]["seconds"] for state in states]
+        phases = {phase: max(seconds[phase] for seconds in inside) for phase in inside[0]}
+        self.seconds["transfer"] -= sum(phases.values())
+        self.seconds |= phases
 
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:

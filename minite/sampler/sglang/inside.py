@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ class Inside:
         self.digest: str | None = None  # of the bytes held, once an update is complete and verified
         self.fault: str | None = None
         self.updates = 0
+        self.seconds: dict[str, float] = {}  # of the last update, by phase
 
     def linear(self, module: str, names: Iterable[str]) -> Linear:
         """The GEMM of one of SGLang's modules, which fuses the linears ``names``."""
@@ -72,14 +75,15 @@ class Inside:
             if self.version is None or self.digest is not None:
                 raise SyncError("tensors arrived outside of a weight update")
             manifest = named.pop(MANIFEST, None)
-            self.weights.load(named)
+            with self._timed("load"):
+                self.weights.load(named)
             if manifest is not None:
                 self._finish(read_manifest(manifest))
         except UserError as error:
             self.fault = str(error)
 
     def _begin(self, model: nn.Module, version: WeightVersion) -> None:
-        self.version, self.digest, self.fault = version, None, None
+        self.version, self.digest, self.fault, self.seconds = version, None, None, {}
         self.weights.loaded.clear()
         if version.plan_digest != self.plan.digest:
             raise SyncError(
@@ -106,8 +110,10 @@ class Inside:
 
     def _finish(self, manifest: Mapping[str, str]) -> None:
         assert self.version is not None
-        digest = self.weights.verify(self.version.weight_digest, manifest)
-        self.prepare()
+        with self._timed("verify"):
+            digest = self.weights.verify(self.version.weight_digest, manifest)
+        with self._timed("prepare"):
+            self.prepare()
         self.digest = digest
         self.updates += 1
 
@@ -128,6 +134,14 @@ class Inside:
                 overwrite(before, linear.prepared)
                 linear.prepared = before
 
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
     def proof(self) -> dict[str, Any]:
         """What the engine checks: JSON-ready, computed in this process from what it holds."""
         return {
@@ -139,6 +153,7 @@ class Inside:
             "weight_digest": self.digest,
             "fault": self.fault,
             "updates": self.updates,
+            "seconds": self.seconds,
             "held_bytes": sum(b.nbytes for linear in self.weights.linears for b in linear.buffers.values()),
         }
 
