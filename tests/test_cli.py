@@ -21,7 +21,7 @@ from minite.errors import ProcessDied, UserError
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "recipes" / "tiny_qwen3_moe_w4a4_grpo.yaml")
 LARGE = str(ROOT / "recipes" / "qwen3_30b_a3b_w4a4_grpo.yaml")
-COMMANDS = ["plan", "train", "resume", "report", "launch", "convert", "inspect", "doctor", "bench"]
+COMMANDS = ["plan", "train", "resume", "report", "gap", "launch", "convert", "inspect", "doctor", "bench"]
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

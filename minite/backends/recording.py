@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,23 @@ class GemmCall:
 
 
 @dataclass(frozen=True)
+class OpCall:
+    """One call of a shared operation (layers/recording.py notes them).
+
+    Rows of inputs, internals and outputs are tokens, or (token, expert) pairs in the order of ``moe_permute``.
+    """
+
+    op: str  # the name in layers.ops; "attention" for a decode step too
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    internals: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor | float | str] = field(default_factory=dict)
+
+
+Note = Callable[[OpCall | GemmCall], None]
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """A weight as the inner backend reads it, and as it was stored."""
 
@@ -64,7 +81,7 @@ class _Prepared:
 class RecordingGemms(Recording):
     """A backend that hands every forward GEMM to ``note``. Weights must be prepared by this object."""
 
-    def __init__(self, inner: Backend, note: Callable[[GemmCall], None]) -> None:
+    def __init__(self, inner: Backend, note: Note) -> None:
         super().__init__(inner)
         self._note = note
         self._input: tuple[Tensor, str, Operand] | None = None

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from minite import __version__
-from minite.cli import checkpoints, evaluation, launch, machine, plan, runs
+from minite.cli import checkpoints, evaluation, gap, launch, machine, plan, runs
 from minite.cli.arguments import Parser, commands_of
 from minite.errors import ProcessDied, UserError
 
-_HOMES = (plan, runs, launch, checkpoints, evaluation, machine)  # each adds its commands, in the order of --help
+_HOMES = (plan, runs, gap, launch, checkpoints, evaluation, machine)  # each adds its commands, in the order of --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

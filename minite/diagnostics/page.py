@@ -85,7 +85,7 @@ for (const figure of document.querySelectorAll("figure")) {
     const x = data.x[at];
     cross.setAttribute("x1", x); cross.setAttribute("x2", x); cross.setAttribute("visibility", "visible");
     cursor.replaceChildren(); tip.replaceChildren(); tip.hidden = false;
-    add(tip, "b", "step " + data.step[at]);
+    add(tip, "b", data.axis + " " + data.step[at]);
     for (const c of data.curves) {
       if (c.text[at] === null) continue;
       const row = add(tip, "div", "");
@@ -131,13 +131,18 @@ def page(title: str, body: str) -> str:
     )
 
 
-def figure(title: str, unit: str, help_text: str, drawing: Drawing, legend: list[tuple[str, str]]) -> str:
-    """A chart with its caption; legend = (label, colour) pairs, shown where there is more than one."""
+def figure(
+    title: str, unit: str, help_text: str, drawing: Drawing, legend: list[tuple[str, str]], axis: str = "step"
+) -> str:
+    """A chart with its caption; legend = (label, colour) pairs, shown where there is more than one.
+
+    axis: what the horizontal axis counts, in the singular.
+    """
     keys = "".join(f'<span style="--c:var(--{color})">{escape(label)}</span>' for label, color in legend)
     # "</" inside a script element would end it.
-    data = json.dumps(drawing.hover, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps({"axis": axis, **drawing.hover}, separators=(",", ":")).replace("</", "<\\/")
     return (
-        f'<figure><figcaption><b>{escape(title)}</b> <span class="unit">[{escape(unit)}] over steps</span>'
+        f'<figure><figcaption><b>{escape(title)}</b> <span class="unit">[{escape(unit)}] by {escape(axis)}</span>'
         f"<p>{escape(help_text)}</p>{f'<div class=legend>{keys}</div>' if len(legend) > 1 else ''}</figcaption>"
         f'{drawing.svg}<div class="tip" hidden></div><script type="application/json">{data}</script></figure>'
     )

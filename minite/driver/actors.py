@@ -108,7 +108,7 @@ class LearnerGroup:
     def setup(self, config: RunConfig, plan: PrecisionPlan) -> None:
         """Become the learner of a recipe, with fresh weights. A second recipe, of the same layout, replaces the first:
         the processes and their imports stay."""
-        world, port = len(self._ranks), _free_port()
+        world, port = len(self._ranks), free_port()
         self._all(lambda rank, a: a.setup.remote(config, plan, rank, world, port, self._threads))
 
     def _all(self, call: Callable[[int, Any], ray.ObjectRef]) -> Any:
@@ -171,7 +171,7 @@ class SamplerPool:
         return _get([e.stats.remote() for e in self._engines], "sampler")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

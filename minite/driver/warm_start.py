@@ -14,25 +14,35 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from minite import __version__
-from minite.config import RunConfig, config_to_dict, env, resolve_plan
+from minite.config import PrecisionPlan, RunConfig, config_to_dict, env, resolve_plan
 from minite.config.schema import PrecisionConfig
 from minite.driver import rundir
-from minite.driver.actors import LearnerGroup
 from minite.driver.buffer import supervised_batch
 from minite.driver.data import Example
 from minite.driver.tokenizer import Tokenizer
+from minite.types import RolloutBatch
 
 REPORTS = 5  # lines that tell of the progress
 _ASIDE = ".aside-start"
 
 
+class Learners(Protocol):
+    """Those that train here: actors.LearnerGroup, or one in this process."""
+
+    def setup(self, config: RunConfig, plan: PrecisionPlan) -> None: ...
+
+    def sft_step(self, batch: RolloutBatch) -> dict[str, float]: ...
+
+    def save_hf(self, path: Path) -> None: ...
+
+
 def prepare(
     config: RunConfig,
     run_dir: Path,
-    learners: LearnerGroup,
+    learners: Learners,
     tokenizer: Tokenizer,
     examples: Sequence[Example],
     note: Callable[[str], None],
@@ -58,7 +68,7 @@ def prepare(
 
 def _train(
     config: RunConfig,
-    learners: LearnerGroup,
+    learners: Learners,
     tokenizer: Tokenizer,
     examples: Sequence[Example],
     out: Path,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from minite.backends.base import Backend
 from minite.backends.registry import get_backend
 from minite.config import PrecisionPlan, RunConfig
 from minite.learner import checkpoint, hf, optimizer, precision, shards
@@ -40,6 +41,11 @@ class Policy:
         else:
             std, seed = run_config.model.init_std, run_config.seed
             self._start_from(lambda name, shape: hf.initial_tensor(name, shape, std, seed))
+
+    def use_backend(self, backend: Backend) -> None:
+        """Compute with another backend from here on, such as one that records what passes through it."""
+        self.backend = backend
+        precision.bind(self.model, self.plan, backend, parallel_state.get_tensor_model_parallel_group())
 
     def load_hf(self, path: str | Path) -> None:
         """Start from a Hugging Face directory with a fresh optimizer; it becomes the KL reference if there is a KL."""

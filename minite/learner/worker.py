@@ -6,7 +6,7 @@ Every method is collective: all ranks call it with the same arguments. Each rank
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minite.backends.device import use_cuda
+from minite.backends.recording import Note, RecordingGemms
 from minite.config import PrecisionPlan, RunConfig
+from minite.layers.recording import recorded
 from minite.learner import cpu_compat
 from minite.learner.packing import Microbatch, pack, plan_microbatches
 from minite.learner.schedule import learning_rate
@@ -144,6 +146,17 @@ class LearnerWorker:
     def save_hf(self, path: str | Path) -> None:
         """Write the weights as a Hugging Face directory."""
         self._policy.save_hf(path)
+
+    @contextmanager
+    def watched(self, note: Note) -> Iterator[None]:
+        """Within the block ``note`` is handed every GEMM and shared operation of a forward pass, in their order."""
+        inner = self._policy.backend
+        self._policy.use_backend(RecordingGemms(inner, note))
+        try:
+            with recorded(note):
+                yield
+        finally:
+            self._policy.use_backend(inner)
 
     def close(self) -> None:
         """Leave the process group."""

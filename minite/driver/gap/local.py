@@ -1,0 +1,71 @@
+"""Learner and sampler in this process, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from minite.config import PrecisionPlan, RunConfig
+from minite.driver.actors import free_port
+from minite.learner.worker import LearnerWorker
+from minite.sampler import make_engine
+from minite.sampler.engine import Engine
+from minite.types import RolloutBatch
+
+
+class LocalLearner:
+    """What the warm start asks of a learner (actors.LearnerGroup), with one rank and in this process."""
+
+    def __init__(self) -> None:
+        self._worker: LearnerWorker | None = None
+
+    def setup(self, config: RunConfig, plan: PrecisionPlan) -> None:
+        self.close()
+        self._worker = start_learner(config, plan)
+
+    def sft_step(self, batch: RolloutBatch) -> dict[str, float]:
+        assert self._worker is not None
+        return self._worker.sft_step(batch)
+
+    def save_hf(self, path: Path) -> None:
+        assert self._worker is not None
+        self._worker.save_hf(path)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A learner and a sampler of one plan."""
+
+    worker: LearnerWorker
+    engine: Engine
+
+    def sync(self) -> None:
+        """The learner's weights into the sampler, verified there."""
+        exported = self.worker.export()
+        assert exported is not None
+        buckets, version = exported
+        self.engine.begin_update(version)
+        for bucket in buckets:
+            self.engine.load_bucket(bucket)
+        self.engine.finish_update()
+
+
+def start_learner(config: RunConfig, plan: PrecisionPlan) -> LearnerWorker:
+    return LearnerWorker(config, plan, 0, 1, "127.0.0.1", free_port())
+
+
+@contextmanager
+def pair(config: RunConfig, plan: PrecisionPlan) -> Iterator[Pair]:
+    """Both engines for the time of a ``with`` block; their weights are the learner's start, not yet in the sampler."""
+    worker = start_learner(config, plan)
+    try:
+        yield Pair(worker, make_engine(config, plan))
+    finally:
+        worker.close()
