@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minite.backends.base import Backend, Operand
+from minite.backends.base import Backend, Fused, Operand
 from minite.formats.qtensor import QTensor
 
 Call = dict[str, Any]  # how: str, x: Tensor, and for a quantized result its parts: codes, block_scale, amax
@@ -21,7 +21,7 @@ class Recording:
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        self.fused = None  # step by step, so that every quantizer call passes here
+        self.fused: Fused | None = None  # step by step, so that every quantizer call passes here
         self.calls: list[Call] = []
 
     def __getattr__(self, name: str) -> Any:

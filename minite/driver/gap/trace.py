@@ -106,9 +106,10 @@ def _named(
     for noted in calls:
         module = known[noted.op][count[noted.op]]
         count[noted.op] += 1
-        call = noted
         if isinstance(noted, GemmCall):
             call = _gemm(noted, MODEL_DTYPES[model.dtype], layout if module.endswith(".qkv_proj") else None)
+        else:
+            call = noted
         if module.endswith(".qkv_proj"):
             value = call.outputs["y"][:, -model.num_kv_heads * model.head_dim :].unflatten(-1, (-1, model.head_dim))
         elif module.endswith(".k_rope"):
@@ -144,19 +145,20 @@ def _gemm(call: GemmCall, dtype: torch.dtype, layout_N: Tensor | None) -> OpCall
     theirs after the sum over ranks. ``layout_N``: order in which to read the rows of the weight."""
     rows = len(call.x)
     internals = {f"input {part}": x.expand(rows) if x.ndim == 0 else x for part, x in _parts(call.a).items()}
-    weight = {f"weight {part}": x for part, x in _parts(call.weight).items()} or {"weight": call.weight}
+    weight = {f"weight {part}".strip(): x for part, x in _parts(call.weight).items()}
     out = round_once(call.out, dtype) if call.out.dtype == torch.float64 else call.out.to(dtype)
     if layout_N is not None:
         out = out[:, layout_N]
         weight = {name: x[layout_N] if x.ndim == 2 else x for name, x in weight.items()}
-    plain = {name: x for name, x in weight.items() if isinstance(x, Tensor)}
-    return OpCall(call.op, {"x": call.x}, {"y": out}, internals, {"input operand": call.how, **plain})
+    if isinstance(call.a, Tensor):
+        internals = {}  # the input itself
+    return OpCall(call.op, {"x": call.x}, {"y": out}, internals, {"input operand": call.how, **weight})
 
 
 def _parts(operand: Tensor | QTensor) -> dict[str, Tensor]:
-    """Outer scale, block scales, codes: in the order in which one decides the next. Empty for a plain tensor."""
+    """Outer scale, block scales, codes: in the order in which one decides the next. A plain tensor has no parts."""
     if isinstance(operand, Tensor):
-        return {}
+        return {"": operand}
     named = (("outer scale", operand.amax), ("block scales", operand.block_scale), ("codes", operand.codes))
     return {name: part for name, part in named if part is not None}
 
