@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from disassembly import kernels
 
-from minite.backends.cutlass import build, headers
+from minite.backends.cutlass import build, headers, library
 from minite.errors import UserError
 
 pytestmark = [pytest.mark.needs_nvcc, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -114,3 +114,20 @@ def test_operands_lie_where_the_kernels_look_for_them(architecture, tmp_path):
     assert printed.returncode == 0, printed.stdout
     compared, mistakes = re.search(r"(\d+) compared, (\d+) mistakes", printed.stdout).groups()
     assert int(compared) > 1_000_000 and mistakes == "0"
+
+
+@pytest.mark.parametrize("architecture", NATIVE)
+def test_a_library_loads_and_answers_without_a_gpu(architecture):
+    toolchain()
+    wanted = build.ARCHITECTURES[architecture]
+    loaded = library.Library(build.build(wanted, report=lambda line: None))
+    assert loaded.architecture == wanted.number
+    call = library.GemmCall(m=4096, n=1536, k=2048, groups=128, multiprocessors=148, alpha=1.0)
+    for call.config in range(3):
+        assert loaded.workspace(call, grouped=False) < 2**20
+        assert 0 < loaded.workspace(call, grouped=True) < 2**24
+        with pytest.raises(RuntimeError, match="workspace is smaller"):
+            loaded.gemm(call, grouped=True)
+    call.config = 3
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        loaded.workspace(call, grouped=True)
