@@ -11,6 +11,7 @@ from torch import Tensor
 from minite.errors import UserError
 from minite.formats import QTensor, conventions
 from minite.sync.checkpoint import Checkpoint
+from minite.sync.modelopt import outer_scale
 from minite.sync.names import AMAX, FP8, FUSED, MEMBER_OF, SCHEMES, UNUSED, Scheme, scheme_of, split_name, tensor_name
 from minite.sync.tensor_file import PLAIN, Slot
 
@@ -136,6 +137,11 @@ class Source:
             got = "missing" if outer is None else f"{float(outer)}"
             raise self._error(f"{module}.{scheme.outer} is {got}; expected a positive number, export it again")
         recorded = self._number(Place(module, n), scheme, AMAX)
+        if recorded is not None and not torch.equal(outer_scale(recorded), outer):
+            raise self._error(
+                f"{module}: its {scheme.outer} {float(outer)} is not that of its amax {float(recorded)}; "
+                f"remove {AMAX_FILE} if another program changed the scales"
+            )
         amax = conventions.amax_of(outer, scheme.convention) if recorded is None else recorded
         return Held(scheme, QTensor("nvfp4", codes, scale, amax, (n, k), (1, 16)), outer, recorded is not None)
 

@@ -17,9 +17,10 @@ FORMATS = {
 }
 
 
-def recipe(fmt: str, kind: str = "qwen3_moe", **precision: object) -> RunConfig:
-    """Every linear of the decoder but the router in ``fmt``; "bf16" quantizes nothing."""
+def recipe(fmt: str, kind: str = "qwen3_moe", tied: bool = False, **precision: object) -> RunConfig:
+    """Every linear of the decoder but the router in ``fmt``; "bf16" quantizes nothing. ``tied``: no lm_head."""
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 40}
+    sizes["tie_word_embeddings"] = tied
     mlp = {"num_experts": 3, "experts_per_token": 2, "moe_intermediate_size": 32}
     if kind != "qwen3_moe":
         mlp = {"intermediate_size": 96}

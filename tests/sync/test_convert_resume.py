@@ -142,6 +142,9 @@ def other_source(path, config) -> None:
         (lambda path, config: None, {"file_bytes": 20_000}, "begun with another file size"),
         (lambda path, config: first_file(path).unlink(), {}, "not as it was finished"),
         (lambda path, config: first_file(path).write_bytes(b"x"), {}, "not as it was finished"),
+        (lambda path, config: record(path, 2, file="minite_journal.jsonl"), {}, "not as it was finished"),
+        (lambda path, config: record(path, 2, file="../bf16/config.json"), {}, "not as it was finished"),
+        (lambda path, config: swap(path), {}, "not as it was finished"),
         (lambda path, config: (path / "out.partial" / JOURNAL).write_text("{\n"), {}, "damaged"),
         (lambda path, config: (path / "out.partial" / JOURNAL).write_text("[]\n3\n"), {}, "damaged"),
         (lambda path, config: (path / "out.partial" / JOURNAL).unlink(), {}, "in the way and no conversion"),
@@ -159,8 +162,37 @@ def test_what_cannot_be_continued_is_named_and_left_alone(tmp_path, config, chan
     assert not (tmp_path / "out").exists()
 
 
+def record(path, line: int, **changed) -> None:
+    """Other values in a line of the journal, with the size that fits them."""
+    journal = path / "out.partial" / JOURNAL
+    lines = journal.read_text().splitlines()
+    size = (path / "out.partial" / changed["file"]).stat().st_size
+    lines[line] = json.dumps({**json.loads(lines[line]), "size": size, **changed})
+    if changed["file"] == JOURNAL:
+        lines[line] = json.dumps({**json.loads(lines[line]), "size": len("\n".join(lines)) + 1})
+    journal.write_text("\n".join(lines) + "\n")
+
+
+def swap(path) -> None:
+    """Two finished files, the one in the place of the other."""
+    journal = path / "out.partial" / JOURNAL
+    lines = journal.read_text().splitlines()
+    lines[1], lines[2] = lines[2], lines[1]
+    journal.write_text("\n".join(lines) + "\n")
+
+
 def first_file(path):
     return sorted((path / "out.partial").glob("*.safetensors"))[0]
+
+
+def test_only_the_same_conversion_takes_a_finished_one_for_its_own(tmp_path, config, whole):
+    """Killed between the rename and the removal of the journal: the same command is done, another finds DST taken."""
+    assert killed(tmp_path, config, partial_module.Path, "unlink", 0)
+    with pytest.raises(UserError, match="out: exists already"):
+        run(tmp_path / "bf16", tmp_path / "out", config, "fp8", **OPTIONS)
+    assert (tmp_path / "out" / JOURNAL).exists()
+    run(tmp_path / "bf16", tmp_path / "out", config, **OPTIONS)
+    assert contents(tmp_path / "out") == whole
 
 
 def test_two_at_once_are_refused(tmp_path, config):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from disk_model import run, tensors_of
 from foreign_model import INPUT_SCALE, directory, fuse, quantized, stack_experts, tensors
+from safetensors.torch import load_file, save_file
 from small_model import recipe, shapes, weights
 
 from minite.errors import UserError
@@ -193,6 +194,22 @@ def test_a_group_of_which_a_part_is_quantized_is_named(tmp_path):
     named[f"{UP}.weight"] = weights(config)[f"{UP}.weight"]
     with pytest.raises(UserError, match=f"{GATE} is quantized, but {UP} of the same fusion group is not"):
         run(directory(tmp_path / "d", config, named), tmp_path / "out", config)
+
+
+def test_an_outer_scale_that_another_program_changed(tmp_path):
+    """minite_amax.safetensors then is of other weights, and must not win."""
+    config = recipe("w4a4")
+    run(directory(tmp_path / "d", config, tensors(config)), tmp_path / "out", config)
+    file = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    named = load_file(file)
+    named[f"{UP}.weight_scale_2"] *= 2
+    save_file(named, file)
+    with pytest.raises(UserError, match=f"{UP}: its weight_scale_2 .* is not that of its amax .*; remove minite_amax"):
+        run(tmp_path / "out", tmp_path / "again", config, "bf16")
+    (tmp_path / "out" / AMAX_FILE).unlink()
+    run(tmp_path / "out", tmp_path / "again", config, "bf16")
+    q = quantized(config)[UP]
+    assert torch.equal(Checkpoint(tmp_path / "again").read(f"{UP}.weight"), 2 * q.dequantize(torch.bfloat16))
 
 
 def test_sharing_needs_something_to_share(tmp_path):

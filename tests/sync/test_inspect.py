@@ -55,6 +55,16 @@ def test_what_minite_writes_breaks_no_rule_and_verifies(tmp_path, to):
     assert formats["lm_head"] == "BF16" and len(formats) == len(weights(CONFIG))
 
 
+def test_a_tied_model_breaks_no_rule(tmp_path):
+    """No file has an lm_head, but engines build one and look for it in the list."""
+    config = recipe("w4a4", tied=True)
+    run(source(tmp_path / "source", config), tmp_path / "out", config)
+    inspection = inspect_directory(tmp_path / "out")
+    assert "lm_head" not in inspection.modules and not [f for f in inspection.findings if f.severity != "note"]
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "lm_head" in told["quantization_config"]["ignore"] and told["tie_word_embeddings"]
+
+
 @pytest.mark.parametrize("form", [lambda t: t, fuse, lambda t: stack_experts(fuse(t), 3)])
 @pytest.mark.parametrize("convention", ["modelopt", "compressed_tensors"])
 def test_others_in_every_form(tmp_path, convention, form):

@@ -58,6 +58,17 @@ def test_names_shapes_and_dtypes_matter(change):
     assert digest(change(tensors())).hexdigest() != digest(tensors()).hexdigest()
 
 
+def test_hashing_side_by_side_gives_the_same_parts():
+    tensors = {f"t{i}": torch.randn(i % 7, 1000 + i) for i in range(50)}
+    one, many = Digest(), Digest()
+    for name, tensor in tensors.items():
+        one.update(name, tensor)
+    many.update_many(tensors)
+    assert one.parts == many.parts and one.hexdigest() == many.hexdigest()
+    with pytest.raises(SyncError, match="t3: arrived twice"):
+        many.update_many({"t3": tensors["t3"]})
+
+
 def test_a_name_sent_twice_is_refused():
     d = digest(tensors())
     with pytest.raises(SyncError, match="norm.weight: arrived twice"):
