@@ -59,13 +59,12 @@ def gap_table(gap: Breakdown) -> str:
     return "\n".join(lines)
 
 
-def columns(head: list[str], body: list[list[str]]) -> list[str]:
-    """Lines of a table, the first column to the left and the others to the right."""
+def columns(head: list[str], body: list[list[str]], texts: int = 1) -> list[str]:
+    """Lines of a table, numbers to the right. ``texts``: 1 = the first column is text, 2 = the last one too."""
     cells = [head, *body]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    left = {0, len(head) - 1} if texts == 2 else {0}
     return [
-        "  ".join(
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
         for row in cells
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -139,26 +139,31 @@ def _max_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], at_T: Te
     return max(map(float, largest), default=float("nan"))
 
 
-def _differs(ours: Observed, theirs: Observed, parted_T: Tensor) -> Iterator[str]:
-    """What is not the same on both sides: parameters, then, where the tokens part, internals, then the rest."""
-    for name, mine in ours.parameters.items():
-        other = theirs.parameters[name]
-        if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
-            if mine != other:
-                yield f"{name}: {mine} in the learner, {other} in the sampler"
-        elif mine.shape != other.shape:
-            yield f"{name}: shape {list(mine.shape)} in the learner, {list(other.shape)} in the sampler"
-        elif not torch.equal(mine, other):
-            yield name + _where(mine, other)
+def _differs(ours: Observed, theirs: Observed, parted_T: Tensor) -> list[str]:
+    """What is not the same: parameters; where tokens part, internals; and when all of these are equal, the rest."""
+    names = dict.fromkeys((*ours.parameters, *theirs.parameters))
+    found = [text for n in names if (text := _differing(n, ours.parameters.get(n), theirs.parameters.get(n)))]
     if not bool(parted_T.any()):
-        return
+        return found
     for name in dict.fromkeys((*ours.internals, *theirs.internals)):
         a, b = ours.internals.get(name), theirs.internals.get(name)
         if a is None or b is None or bool((~_same_rows(a, b) & parted_T).any()):
-            yield name
-    for name, mine in ours.outputs.items():
-        if bool((~_same_rows(mine, theirs.outputs[name]) & parted_T).any()):
-            yield ours.kind if len(ours.outputs) == 1 else f"{ours.kind}: {name}"
+            found.append(name)
+    if found:
+        return found
+    parted = [n for n, a in ours.outputs.items() if bool((~_same_rows(a, theirs.outputs[n]) & parted_T).any())]
+    return [ours.kind if len(ours.outputs) == 1 else f"{ours.kind}: {name}" for name in parted]
+
+
+def _differing(name: str, mine: Parameter | None, other: Parameter | None) -> str | None:
+    """How a parameter differs, in words; None where it does not."""
+    if mine is None or other is None:
+        return f"{name}: in the {'sampler' if mine is None else 'learner'} only"
+    if isinstance(mine, Tensor) and isinstance(other, Tensor):
+        if mine.shape == other.shape:
+            return None if torch.equal(mine, other) else name + _where(mine, other)
+        mine, other = f"shape {list(mine.shape)}", f"{list(other.shape)}"
+    return None if mine == other else f"{name}: {mine} in the learner, {other} in the sampler"
 
 
 def _where(a: Tensor, b: Tensor) -> str:
@@ -195,4 +200,4 @@ def layer_table(report: LayerReport) -> str:
     """The verdict, and the operations where something differs."""
     size = f"layers: {report.tokens} tokens of {report.responses} responses, {len(report.findings)} operations"
     rows = layer_rows(report)
-    return "\n".join([size, *verdict(report), *(["", *columns(HEAD, rows)] if rows else [])])
+    return "\n".join([size, *verdict(report), *(["", *columns(HEAD, rows, texts=2)] if rows else [])])

@@ -10,7 +10,7 @@ import pytest
 from minite.cli import main
 from minite.config import load_recipe, resolve_plan
 from minite.driver import rundir
-from minite.driver.gap.causes import changes
+from minite.driver.gap.causes import allowed, changes
 from minite.driver.gap.local import pair
 from minite.driver.gap.subject import open_subject, read_prompts
 from minite.errors import UserError
@@ -64,15 +64,14 @@ def test_a_run_gives_its_newest_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("tiny_*.yaml")), ids=lambda p: p.stem)
 def test_every_change_of_every_recipe_is_one_that_a_plan_takes(path: Path) -> None:
-    from minite.driver.gap.causes import _allowed
-
     config = load_recipe(path)
-    factors = [factor for factor, change, changed in changes(config) if resolve_plan(_allowed(changed, change)[0])]
+    factors = [factor for factor, change, changed in changes(config) if resolve_plan(allowed(changed, change)[0])]
     assert {"KV cache", "router replay", "LM head", "batch composition"} <= set(factors)
     quantized = "bf16" not in path.stem
     assert ("weights" in factors, "attention linears" in factors) == (quantized, quantized)
     assert ("activations" in factors) == ("w4a4" in path.stem or "w4a8" in path.stem)
     assert ("outer scale of activations" in factors) == ("w4a4" in path.stem)
+    assert ("sum order" in factors) == (path.stem.split("_")[-2] not in ("strict", "unaligned", "fp8kv"))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def attribute(subject: Subject, base: GapSummary, note: Note) -> tuple[Cause, ..
     with tempfile.TemporaryDirectory(prefix="minite-gap-") as folder:
         weights = _weights(subject, Path(folder) / "weights")
         for factor, change, config in changes(subject.config):
-            config, change = _allowed(config, change)
+            config, change = allowed(config, change)
             note(f"{factor}: {change}")
             gap = gap_of(subject, config, resolve_plan(config), lambda worker: worker.load_hf(weights))
             found.append(Cause(factor, change, gap.summary))
@@ -68,8 +68,9 @@ def changes(config: RunConfig) -> Iterator[Change]:
         "each response sampled alone",
         replace(config, sampler=replace(config.sampler, max_batch=1)),
     )
-    if precision.alignment != "strict":
-        yield "sum order", "strict", _precise(config, alignment="strict")
+    strict = _precise(config, alignment="strict")
+    if precision.alignment != "strict" and _refusal(strict) is None:
+        yield "sum order", "strict", strict
 
 
 def _operands(config: RunConfig, factor: str, field: str) -> Iterator[Change]:
@@ -100,10 +101,16 @@ def _precise(config: RunConfig, **changed: object) -> RunConfig:
     return replace(config, precision=replace(config.precision, **changed))  # type: ignore[arg-type]
 
 
-def _allowed(config: RunConfig, change: str) -> tuple[RunConfig, str]:
+def allowed(config: RunConfig, change: str) -> tuple[RunConfig, str]:
     """The recipe with alignment off where its own alignment refuses the change."""
+    if _refusal(config) is None:
+        return config, change
+    return _precise(config, alignment="off"), f"{change} (alignment off)"
+
+
+def _refusal(config: RunConfig) -> UserError | None:
     try:
         resolve_plan(config)
-        return config, change
-    except UserError:
-        return _precise(config, alignment="off"), f"{change} (alignment off)"
+    except UserError as error:
+        return error
+    return None

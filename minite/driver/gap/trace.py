@@ -23,12 +23,12 @@ from minite.sync.stored import MODEL_DTYPES
 
 KINDS = {
     "rms_norm": "norm",
-    "gemm": "GEMM",
-    "grouped_gemm": "GEMM",
+    "gemm": "GEMM: sums of equal operands",
+    "grouped_gemm": "GEMM: sums of equal operands",
     "apply_rope": "RoPE",
     "kv_cache": "KV cache",
-    "attention": "attention",
-    "wide_linear": "GEMM",
+    "attention": "attention: sums over equal q, k, v",
+    "wide_linear": "GEMM: sums of equal operands",
     "route_topk": "router choice",
     "swiglu": "SwiGLU",
     "moe_combine": "combine order",
