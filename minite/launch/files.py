@@ -1,7 +1,7 @@
 """The files of one launch, and the command that uses them.
 
 config.yaml         --custom-config-path: the recipe and the plan's digest, which the plugin checks on every rank
-plan.json           the plan, for people and for `minite inspect`
+plan.json           the plan, for people: nothing of slime reads it
 runtime_env.yaml    environment of the Ray job, engines included
 te.yaml             only for backend te: megatron's --te-precision-config-file
 command.sh          starts it
