@@ -108,8 +108,7 @@ class Weights:
                 f"{missing[0]}: missing from the weight update ({len(missing)} of {len(self.stored)} missing)"
             )
         digest = Digest()
-        for name in self.stored:
-            digest.update(name, self.views[name])
+        digest.update_many({name: self.views[name] for name in self.stored})
         held = digest.hexdigest()
         if held != weight_digest:
             trusted = manifest is not None and combine(manifest) == weight_digest
