@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -27,12 +30,43 @@ def needs_slime() -> tuple[Path, Path]:
     return slime, megatron
 
 
-def in_slime(script: str, *arguments: str) -> str:
-    """The output of a script of this folder in a process of its own, which may import slime by stand_ins."""
+def in_slime(script: str, *arguments: str, ranks: int = 1) -> str:
+    """The output of a script of this folder in a process of its own, which may import slime by stand_ins.
+
+    With several ranks, in as many processes that find each other by torch's variables; the output is that of rank 0.
+    """
     slime, megatron = needs_slime()
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+    }
     command = [sys.executable, str(Path(__file__).with_name(script)), str(slime), str(megatron), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    with ExitStack() as stack:
+        # Files, not pipes: a rank that waits for a reader would let the others wait for it.
+        texts = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * ranks)]
+        started = [
+            subprocess.Popen(
+                command, env={**environment, "RANK": str(rank)}, stdout=texts[rank], stderr=texts[-1 - rank]
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [process.wait(timeout=280) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        for text in texts:
+            text.seek(0)
+        for rank, code in enumerate(codes):
+            assert code == 0, f"rank {rank}:\n{texts[rank].read()[-2000:]}\n{texts[-1 - rank].read()[-6000:]}"
+        return texts[0].read()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -41,11 +40,15 @@ DENSE = (
 LENGTHS = [(4, 9), (3, 5), (2, 12)]  # (prompt, response) of a microbatch
 
 
-def start() -> None:
-    """The process groups that slime's own initialize makes."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29731")}
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(1, create_gloo_process_groups=True)
+def start(tensor_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """The process groups that slime's own initialize makes, of the ranks that the environment names."""
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_parallel,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=True,
+    )
     model_parallel_cuda_manual_seed(0)
 
 
