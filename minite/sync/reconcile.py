@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minite.formats import QTensor
-from minite.formats.rounding import E4M3_MAX, e4m3
+from minite.formats.rounding import e4m3
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class ScaleCost:
     ratio: float  # its outer scale over the shared one; at most 1, but for a member of zeros
     max_relative: float  # error of a block, 1 for one that became 0
     mean_relative: float
-    saturated: int  # blocks
     underflowed: int  # blocks that were not 0 and now are
 
 
@@ -54,7 +53,7 @@ def share_outer(group: Mapping[str, QTensor]) -> tuple[dict[str, QTensor], list[
         ratio = float(outer_of(q)) / float(shared)
         if name in zeros or ratio == 1:
             result[name] = replace(q, amax=shared.clone())
-            costs.append(ScaleCost(name, ratio, 0.0, 0.0, 0, 0))
+            costs.append(ScaleCost(name, ratio, 0.0, 0.0, 0))
             continue
         # float64, because the exact product is what the rounded one is compared with
         exact = q.block_scale.double() * (outer_of(q).double() / shared.double())
@@ -78,6 +77,5 @@ def _cost(name: str, exact: Tensor, rounded: Tensor, ratio: float) -> ScaleCost:
         ratio=ratio,
         max_relative=float(relative.max()) if relative.numel() else 0.0,
         mean_relative=float(relative.mean()) if relative.numel() else 0.0,
-        saturated=int((exact > E4M3_MAX).sum()),
         underflowed=int((alive & (rounded.double() == 0)).sum()),
     )

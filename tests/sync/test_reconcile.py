@@ -31,7 +31,7 @@ def test_costs_are_those_of_a_plain_loop(ratio, spread):
         if s > 0:
             errors.append(abs(t - s * factor) / (s * factor))
             vanished += t == 0
-    assert cost.ratio == pytest.approx(factor) and cost.saturated == 0 and cost.underflowed == vanished
+    assert cost.ratio == pytest.approx(factor) and cost.underflowed == vanished
     assert cost.max_relative == pytest.approx(max(errors))
     assert cost.mean_relative == pytest.approx(sum(errors) / len(errors))
     if min(t for t in after) >= 2**-6:
