@@ -12,8 +12,12 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with the reason, where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason, GPU tests where there is no GPU, and long compilations that were not asked for."""
+    if "nvcc_gemm" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("nvcc_gemm"):
+                item.add_marker(pytest.mark.skip(reason="compiles for many minutes; only with -m nvcc_gemm"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -1,7 +1,8 @@
 """The machine code that nvcc makes of csrc, without a GPU: which instructions are in it and which must not be.
 
-Compiles with the real nvcc into the cache directory, so a second run takes seconds. From nothing a GEMM takes about a
-minute and a half of CPU time and 6 GB; they are therefore all in this file, which one process runs.
+Compiles with the real nvcc into the cache directory, so a second run takes seconds. From nothing a file of GEMMs takes
+minutes of CPU time and 6 to 8 GB; those tests are marked nvcc_gemm, run only when asked for by that name, and are all in
+this file, which one process runs.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def spills(code: list[str]) -> list[str]:
     return [name for name in code if SPILL.match(name)]
 
 
+@pytest.mark.nvcc_gemm
 @pytest.mark.parametrize("architecture", NATIVE)
 @pytest.mark.parametrize("unit", ["grouped.cu", "dense.cu"])
 def test_gemms_multiply_fp4_with_a_scale_per_16_columns(unit, architecture):
@@ -64,6 +66,7 @@ def test_gemms_multiply_fp4_with_a_scale_per_16_columns(unit, architecture):
         assert spills(code) == [], name
 
 
+@pytest.mark.nvcc_gemm
 @pytest.mark.parametrize("unit", ["grouped.cu", "dense.cu"])
 def test_sm_103a_multiplies_96_columns_an_instruction(unit):
     """K = 96 is in an operand of the instruction, not in its name, so the kernels' names are asked."""
@@ -93,6 +96,7 @@ def test_quantizers_keep_rows_in_registers_and_convert_in_hardware_where_there_i
             assert any(re.match(r"LDG\.E\.128", i) for i in code), f"{name}: narrow loads"
 
 
+@pytest.mark.nvcc_gemm
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_operands_lie_where_the_kernels_look_for_them(architecture, tmp_path):
     """CuTe layouts of the very kernel types of csrc, evaluated on the host: operand_layout.cu."""
@@ -116,6 +120,7 @@ def test_operands_lie_where_the_kernels_look_for_them(architecture, tmp_path):
     assert int(compared) > 1_000_000 and mistakes == "0"
 
 
+@pytest.mark.nvcc_gemm
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_a_library_loads_and_answers_without_a_gpu(architecture):
     toolchain()
