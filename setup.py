@@ -54,7 +54,8 @@ setup(
             "ruff>=0.9",
             "mypy>=1.15",
             "types-PyYAML",
-            "nvidia-cuda-cuobjdump>=13.0; platform_system == 'Linux'",  # tests read the machine code of the CUDA kernels
+            # tests read the machine code of the CUDA kernels
+            "nvidia-cuda-cuobjdump>=13.0; platform_system == 'Linux'",
             "nvidia-cuda-nvdisasm>=13.0; platform_system == 'Linux'",
         ],
     },

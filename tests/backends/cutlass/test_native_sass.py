@@ -1,8 +1,8 @@
 """The machine code that nvcc makes of csrc, without a GPU: which instructions are in it and which must not be.
 
 Compiles with the real nvcc into the cache directory, so a second run takes seconds. From nothing a file of GEMMs takes
-minutes of CPU time and 6 to 8 GB. Those tests are marked nvcc_gemm and run only when asked for by that name; they are all
-in this file, which one process runs.
+minutes of CPU time and 6 to 8 GB: those tests are marked nvcc_gemm and run only when asked for by that name. They are
+all in this file, which one process runs.
 """
 
 from __future__ import annotations
