@@ -196,6 +196,18 @@ def test_reading_every_code_with_every_scale(dtype):
             assert_same_bytes(one_nan(mine), one_nan(theirs), f"{dtype}, amax {amax.flatten()[0]}")
 
 
+def test_reading_rounds_ties_to_the_even_bfloat16():
+    """2688 (1 + odd / 256) halves the way between two BF16 values, wherever float32 gives the quotient exactly."""
+    amax_R = 2688 * (1 + torch.arange(1, 256, 2) / 256)
+    one = torch.full((128, 8), 0x22, dtype=torch.uint8)  # codes of 1.0, under the scale 1.0
+    q = QTensor("nvfp4", one, torch.ones(128, 1).to(torch.float8_e4m3fn), amax_R, (128, 16), (1, 16))
+    exact = q.dequantize(torch.float32)[:, 0]
+    ties = (exact.view(torch.int32) & 0xFFFF) == 0x8000
+    down = ties & ((exact.view(torch.int32) & 0x10000) == 0)  # rounding up would be wrong
+    assert down.sum() > 8
+    assert_same_bytes(dequantize(q, torch.bfloat16), q.dequantize(torch.bfloat16))
+
+
 def test_reading_experts_views_and_nothing():
     q = quantize_operand(normal(3, 32, 64), "nvfp4_1d")
     assert_same_bytes(dequantize(q, torch.bfloat16), q.dequantize(torch.bfloat16))

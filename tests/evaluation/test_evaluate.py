@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -103,6 +104,10 @@ def test_command(checkpoint, tmp_path, capsys):
     exact, w4 = json.loads(capsys.readouterr().out)
     assert len(w4["values"]) == 5 and w4["mean"] == pytest.approx(exact["mean"] + w4["difference"])
     assert w4["interval"][0] < w4["mean"] < w4["interval"][1]
+    assert w4["perplexity"] == pytest.approx(math.exp(w4["mean"]))
+    low, high = w4["difference_interval"]
+    assert low <= w4["difference"] <= high
+    assert f"| {w4['perplexity']:.3f} | {w4['difference']:+.4f} [{low:+.4f}, {high:+.4f}] |" in out
 
 
 def test_mistakes(checkpoint, tmp_path, capsys):

@@ -37,14 +37,48 @@ def test_fp8_without_a_scale_is_no_weight(tmp_path, to):
 def test_fp8_whose_scale_got_lost_is_no_weight(tmp_path):
     config = recipe("w4a4")
     run(source(tmp_path / "bf16", config), tmp_path / "fp8", config, "fp8")
-    file = tmp_path / "fp8" / "model-00001-of-00001.safetensors"
-    named = load_file(file)
-    del named[f"{Q}.weight_scale_inv"]
-    save_file(named, file)
-    (tmp_path / "fp8" / INDEX).unlink()
+    refilled(tmp_path / "fp8", lambda named: named.pop(f"{Q}.weight_scale_inv"))
     with pytest.raises(UserError, match=f"{Q}.weight is F8_E4M3"):
         run(tmp_path / "fp8", tmp_path / "out", config, "bf16")
     assert inspect_directory(tmp_path / "fp8").broken
+
+
+def refilled(path, change):
+    """The one file of a converted directory with other tensors, and no index."""
+    file = path / "model-00001-of-00001.safetensors"
+    named = load_file(file)
+    change(named)
+    save_file(named, file)
+    (path / INDEX).unlink()
+    return path
+
+
+def test_fp8_scales_may_be_bf16(tmp_path):
+    """Some exporters store them so; they mean what they say."""
+    config, scale = recipe("w4a4"), f"{Q}.weight_scale_inv"
+    run(source(tmp_path / "bf16", config), tmp_path / "fp8", config, "fp8")
+    refilled(tmp_path / "fp8", lambda named: named.update({scale: named[scale].bfloat16()}))
+    run(tmp_path / "fp8", tmp_path / "out", config, "bf16")
+    stored = tensors_of(tmp_path / "fp8")
+    wanted = stored[f"{Q}.weight"].float() * stored[scale].float()  # [64, 64] is one block
+    assert torch.equal(tensors_of(tmp_path / "out")[f"{Q}.weight"], wanted.bfloat16())
+
+
+def test_a_fused_fp8_module_is_cut_only_between_blocks(tmp_path):
+    """q, k, v of 64, 32, 32 rows share one 128x128 block, whose scale is of them all: k begins inside it."""
+    config = recipe("w4a4")
+    run(source(tmp_path / "bf16", config), tmp_path / "fp8", config, "fp8")
+
+    def fuse(named):
+        head = Q.removesuffix("q_proj")
+        parts = [named.pop(f"{head}{leaf}.weight").view(torch.uint8) for leaf in ("q_proj", "k_proj", "v_proj")]
+        scales = [named.pop(f"{head}{leaf}.weight_scale_inv") for leaf in ("q_proj", "k_proj", "v_proj")]
+        named[f"{head}qkv_proj.weight"] = torch.cat(parts).view(torch.float8_e4m3fn)
+        named[f"{head}qkv_proj.weight_scale_inv"] = scales[0]
+
+    refilled(tmp_path / "fp8", fuse)
+    with pytest.raises(UserError, match="k_proj starts at row 64 of .*qkv_proj, inside a 128x128 block"):
+        run(tmp_path / "fp8", tmp_path / "out", config, "bf16")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -117,6 +117,18 @@ def test_an_expert_without_calibration_gets_its_siblings_input_scale(tmp_path, c
     assert float(Checkpoint(tmp_path / "out").read(f"{UP}.input_scale")) == INPUT_SCALE
 
 
+def test_of_several_siblings_the_largest_input_scale_is_taken(tmp_path):
+    """Of all experts of the layer, of this projection only, whatever their order."""
+    config = recipe("w4a4")
+    named = tensors(config)
+    for expert, value in ((0, 0.75), (1, 0.5)):
+        named[f"{UP.replace('experts.2', f'experts.{expert}')}.input_scale"] = torch.tensor(value)
+        named[f"{DOWN.replace('experts.2', f'experts.{expert}')}.input_scale"] = torch.tensor(9.0)
+    named[f"{UP}.input_scale"] = torch.tensor(0.0)
+    run(directory(tmp_path / "d", config, named), tmp_path / "out", config)
+    assert float(Checkpoint(tmp_path / "out").read(f"{UP}.input_scale")) == 0.75
+
+
 def test_no_input_scales_at_all_are_no_fault(tmp_path):
     config = recipe("w4a16")
     named = {name: t for name, t in tensors(config).items() if not name.endswith("input_scale")}

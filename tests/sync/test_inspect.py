@@ -221,6 +221,24 @@ def test_verify_sees_a_changed_byte(tmp_path, part):
     assert len(wrong) == 1 and f"{DOWN}.{part}: held bytes differ from those written" in wrong[0].what
 
 
+def test_verify_sees_another_digest_of_the_whole(tmp_path):
+    """It is what a weight sync announces, so it must be that of the tensors."""
+    run(source(tmp_path / "source", CONFIG), tmp_path / "out", CONFIG)
+    file = tmp_path / "out" / "minite_digest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"digest": "0" * 32}))
+    wrong = [f.what for f in inspect_directory(tmp_path / "out", verify=True).findings if f.rule == "digest"]
+    assert len(wrong) == 1 and "its digest is not that of its tensors" in wrong[0]
+
+
+def test_a_list_of_fp8_need_not_name_every_module(tmp_path):
+    """Engines that read FP8 look at the weights: only some may fail on a module that no list names."""
+    run(source(tmp_path / "source", CONFIG), tmp_path / "out", CONFIG, "fp8")
+    data = json.loads((tmp_path / "out" / "config.json").read_text())
+    data["quantization_config"]["modules_to_not_convert"] = IGNORED[:2]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(data))
+    assert found(tmp_path / "out") == {("warning", "unlisted"): ["lm_head"]}
+
+
 def test_nothing_to_verify_against(tmp_path):
     with pytest.raises(UserError, match="has no minite_digest.json"):
         inspect_directory(source(tmp_path / "d", CONFIG), verify=True)
