@@ -141,7 +141,7 @@ def test_convert_passes_directories_recipe_and_format(
         seen.append((source, target, config.name, quantizer.strict, to, options["outer_scales"]))
         for done in range(1, 37):
             options["progress"](done * 1_000_000, 36_000_000)
-        return Report([ScaleCost("x.up_proj", 0.5, 0.03, 0.01, 0, 0)], False, {"y": "nan"})
+        return Report([ScaleCost("x.up_proj", 0.5, 0.03, 0.01, 0)], False, {"y": "nan"})
 
     monkeypatch.setattr("minite.sync.convert.convert", convert)
     assert cli.main(["convert", "a", "b", "--recipe", TINY, "--to", "bf16"]) == 0

@@ -96,7 +96,9 @@ def region_weights(config: CorrectionConfig, tokens: LossTokens, region_N: Tenso
     """The weight each region gives. float64 [N], finite, >= 0."""
     weight_N = torch.ones_like(tokens.gap_N)
     widening_N = region_N == Region.WIDENING
-    weight_N[widening_N] = (calm / tokens.gap_N[widening_N].abs()) ** config.power
+    # Some libraries make a process flush subnormal numbers, where calm 0 over a subnormal gap would be 0 / 0.
+    size_N = tokens.gap_N[widening_N].abs().clamp(min=torch.finfo(torch.float64).tiny)
+    weight_N[widening_N] = (calm / size_N) ** config.power
     if config.narrowing == "truncate":
         narrowing_N = region_N == Region.NARROWING
         weight_N[narrowing_N] = tokens.gap_N[narrowing_N].exp().clamp(config.ratio_low, config.ratio_high)

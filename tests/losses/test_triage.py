@@ -14,7 +14,7 @@ from triage_scalar import triage_response
 from minite.config.schema import CorrectionConfig
 from minite.losses.correction import correct
 from minite.losses.tokens import loss_tokens
-from minite.losses.triage import Region, push_on_gap, risky_windows, token_regions, triage
+from minite.losses.triage import Region, push_on_gap, region_weights, risky_windows, token_regions, triage
 from minite.losses.triage_state import TriageState
 
 DEFAULT = CorrectionConfig()
@@ -168,6 +168,18 @@ def test_extremes_give_finite_weights_in_range():
         assert bool(weight_N.isfinite().all()) and float(weight_N.min()) >= 0
         assert float(weight_N.max()) <= config.ratio_high
         assert all(abs(value) < float("inf") for value in metrics.values())
+
+
+def test_a_subnormal_gap_with_no_calm_is_no_nan_where_subnormals_are_flushed():
+    config = VARIANTS["no calm"]
+    tokens = loss_tokens(*batch_of([[-2e-309, -0.3]], [-1.0]).args())
+    regions = torch.tensor([Region.WIDENING, Region.WIDENING])
+    flushed = torch.set_flush_denormal(True)
+    try:
+        weight_N = region_weights(config, tokens, regions, 0.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed and weight_N.tolist() == [0.0, 0.0]
 
 
 def test_region_metrics_against_hand_count():
