@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,7 +78,10 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def start(folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:
-    """python -m MODULE in ``folder``, in a process group of its own, like a command typed at a terminal."""
+    """python -m MODULE in ``folder``, in a process group of its own, like a command typed at a terminal.
+
+    A shell makes its background jobs ignore Ctrl-C, and their children inherit that: tests in such a job undo it.
+    """
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -87,6 +91,7 @@ def start(folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
