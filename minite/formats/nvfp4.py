@@ -33,8 +33,8 @@ from minite.formats.qtensor import QTensor, in_blocks
 from minite.formats.rounding import e2m1_code
 
 __all__ = [
-    "BLOCK", "FLT_MAX", "OUTER_MAX", "FourOverSix", "block_scaled", "dequantize", "operand_amax", "pack", "quantize",
-    "quantize_operand", "unpack",
+    "BLOCK", "FLT_MAX", "OUTER_MAX", "PLAIN_OPERANDS", "FourOverSix", "block_scaled", "dequantize", "operand_amax",
+    "operand_blocks", "pack", "quantize", "quantize_operand", "unpack",
 ]  # fmt: skip
 
 BLOCK = 16
@@ -48,6 +48,8 @@ _OPERANDS: dict[str, tuple[tuple[int, int], str, FourOverSix | None]] = {  # nam
     "nvfp4_row_4o6": ((1, BLOCK), "row", FourOverSix(err="mse", bound=448)),
     "nvfp4_tensor": ((1, BLOCK), "tensor", None),
 }
+# Without four over six: what backends quantize by kernels of their own.
+PLAIN_OPERANDS = tuple(name for name, (_, _, choice) in _OPERANDS.items() if choice is None)
 
 ToCodes = Callable[[Tensor, int], Tensor]  # float32 scaled values, flat index of the first -> E2M1 codes
 
@@ -114,19 +116,21 @@ def quantize_operand(
     x: Tensor, how: str, *, amax: Tensor | None, generator: torch.Generator | None, name: str
 ) -> QTensor:
     """quantize() as an operand name says; [E, N, K] weights get one outer scale per expert."""
-    block, outer, four_over_six = _OPERANDS[how]
-    return quantize(x, block, _outer_for(outer, x), four_over_six, generator=generator, amax=amax, name=name)
+    (block, outer), four_over_six = operand_blocks(x, how), _OPERANDS[how][2]
+    return quantize(x, block, outer, four_over_six, generator=generator, amax=amax, name=name)
 
 
 def operand_amax(x: Tensor, how: str) -> Tensor:
     """The amax that quantize_operand measures: float32 [] | [E] | [.., rows]. To be max-reduced over a TP group."""
+    block, outer = operand_blocks(x, how)
+    check_shape(x, block, outer, how)
+    return _largest(x.detach(), outer)
+
+
+def operand_blocks(x: Tensor, how: str) -> tuple[tuple[int, int], str]:
+    """Block and outer scale, as ``quantize`` takes them, of x under an operand's name."""
     block, outer, _ = _OPERANDS[how]
-    check_shape(x, block, _outer_for(outer, x), how)
-    return _largest(x.detach(), _outer_for(outer, x))
-
-
-def _outer_for(outer: str, x: Tensor) -> str:
-    return "expert" if outer == "tensor" and x.ndim == 3 else outer
+    return block, "expert" if outer == "tensor" and x.ndim == 3 else outer
 
 
 def _scales(q: QTensor) -> Tensor:

@@ -46,7 +46,7 @@ COMPRESSED_TENSORS = Scheme(
 FP8 = Scheme("fp8", "weight", "weight_scale_inv", None, None, None)
 SCHEMES = (MODELOPT, COMPRESSED_TENSORS, FP8)
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # SGLang's names too
 MEMBER_OF = {member: fused for fused, members in FUSED.items() for member in members}
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}  # beside the weight of k_proj and v_proj
 NOT_LINEAR = ("embed_tokens", "norm")  # endings of modules with a weight that no quantizer touches

@@ -14,13 +14,14 @@ from cases import EDGE_INPUTS, normal, seeded
 from tolerances import assert_same_bytes
 
 from minite.backends.cpu import compiled
-from minite.backends.cpu.backend import _QUANTIZED, CpuBackend
+from minite.backends.cpu.backend import CpuBackend
 from minite.backends.cpu.dequantize import dequantize
 from minite.backends.reference import ReferenceBackend
 from minite.backends.registry import get_backend
 from minite.config.operands import OPERANDS
 from minite.errors import UserError
 from minite.formats import FormatError, NonFiniteError, QTensor, block_scaled, quantize_operand
+from minite.formats.nvfp4 import PLAIN_OPERANDS
 from minite.formats.rounding import E2M1_VALUES
 
 CPU, REFERENCE = CpuBackend(strict=False), ReferenceBackend(strict=False)
@@ -42,14 +43,14 @@ def assert_equals_reference(x, how, amax=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", _QUANTIZED)
+@pytest.mark.parametrize("how", PLAIN_OPERANDS)
 @pytest.mark.parametrize("name", EDGE_INPUTS)
 def test_edge_inputs(name, how, dtype):
     for k in (16, 80, 272):
         assert_equals_reference(EDGE_INPUTS[name](ROWS.get(how, 7), k, dtype), how)
 
 
-@pytest.mark.parametrize("how", _QUANTIZED)
+@pytest.mark.parametrize("how", PLAIN_OPERANDS)
 def test_random_shapes_and_magnitudes(how):
     g = seeded(11)
     for seed in range(60):
@@ -58,7 +59,7 @@ def test_random_shapes_and_magnitudes(how):
         assert_equals_reference(x.clamp(-3e38, 3e38).to(DTYPES[0] if seed % 2 else DTYPES[2]), how)
 
 
-@pytest.mark.parametrize("how", _QUANTIZED)
+@pytest.mark.parametrize("how", PLAIN_OPERANDS)
 def test_every_finite_bfloat16(how):
     """In the order of their bits, so that a block holds near values, and mixed, so that it holds far ones."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
@@ -124,7 +125,7 @@ def test_leading_dimensions_strides_offsets_and_gradients():
         assert_equals_reference(x.float().requires_grad_(), how)
 
 
-@pytest.mark.parametrize("how", _QUANTIZED)
+@pytest.mark.parametrize("how", PLAIN_OPERANDS)
 def test_no_rows_and_no_experts(how):
     assert_equals_reference(normal(0, 32), how)
     if how in ("nvfp4_1d", "nvfp4_2d"):
@@ -157,7 +158,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", _QUANTIZED)
+@pytest.mark.parametrize("how", PLAIN_OPERANDS)
 @pytest.mark.parametrize("what", BAD)
 def test_mistakes_are_told_in_the_words_of_the_reference(what, how, dtype):
     value, amax = BAD[what]

@@ -7,8 +7,9 @@ from torch import nn
 
 from minite.config import RunConfig, resolve_plan
 from minite.sampler.sglang.inside import Inside
-from minite.sampler.sglang.names import FUSED, expected_modules
+from minite.sampler.sglang.names import expected_modules
 from minite.sampler.sglang.wire import flatten
+from minite.sync.names import FUSED
 from minite.sync.stored import stored_model
 
 PADDING = 24  # tokens

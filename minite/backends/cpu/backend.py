@@ -13,17 +13,11 @@ from torch import Tensor
 from minite.backends.base import Operand
 from minite.backends.reference import ReferenceBackend
 from minite.formats import QTensor
-
-_QUANTIZED = {  # operand name -> block, outer scale of a matrix
-    "nvfp4_1d": ((1, 16), "tensor"),
-    "nvfp4_2d": ((16, 16), "tensor"),
-    "nvfp4_row": ((1, 16), "row"),
-    "nvfp4_tensor": ((1, 16), "tensor"),
-}
+from minite.formats.nvfp4 import PLAIN_OPERANDS, operand_blocks
 
 
 class CpuBackend(ReferenceBackend):
-    """Implements backends.base.Backend. What is not in _QUANTIZED, and every GEMM, is the reference's own code."""
+    """Implements backends.base.Backend. What is not in PLAIN_OPERANDS, and every GEMM, is the reference's own code."""
 
     name = "cpu"
     kind = "emulated"
@@ -45,11 +39,9 @@ class CpuBackend(ReferenceBackend):
         self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Operand:
         """formats.quantize_operand, byte for byte; raises FormatError and NonFiniteError in the same words."""
-        if how not in _QUANTIZED or (amax is not None and not bool(torch.isfinite(amax).all())):
+        if how not in PLAIN_OPERANDS or (amax is not None and not bool(torch.isfinite(amax).all())):
             return super().quantize(x_MK, how, amax=amax, generator=generator)
-        block, outer = _QUANTIZED[how]
-        outer = "expert" if outer == "tensor" and x_MK.ndim == 3 else outer
-        return self._writer.quantize(x_MK, block, outer, amax)
+        return self._writer.quantize(x_MK, *operand_blocks(x_MK, how), amax)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         """QTensor.dequantize, byte for byte but for which NaN a NaN is."""

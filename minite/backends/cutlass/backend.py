@@ -18,14 +18,9 @@ from minite.config.operands import OPERANDS
 from minite.errors import UserError
 from minite.formats import FormatError, QTensor
 from minite.formats.checks import check_finite, check_shape, given_amax
+from minite.formats.nvfp4 import PLAIN_OPERANDS, operand_blocks
 
 _FIRST = 100  # sm_100: the first with FP4 tensor cores
-_QUANTIZED = {  # operand name -> rows of a block, one outer scale per row
-    "nvfp4_1d": (1, False),
-    "nvfp4_2d": (16, False),
-    "nvfp4_row": (1, True),
-    "nvfp4_tensor": (1, False),
-}
 
 
 class NativeBackend:
@@ -69,25 +64,24 @@ class NativeBackend:
         self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Operand:
         """As formats.quantize_operand, byte for byte. BF16 NVFP4 by the library, the rest by triton."""
-        if how not in _QUANTIZED or x_MK.dtype != torch.bfloat16:
+        if how not in PLAIN_OPERANDS or x_MK.dtype != torch.bfloat16:
             return self._emulation.quantize(x_MK, how, amax=amax, generator=generator)
-        block_rows, by_row = _QUANTIZED[how]
-        outer = "row" if by_row else "expert" if x_MK.ndim == 3 else "tensor"
+        block, outer = operand_blocks(x_MK, how)
         x_MK = x_MK.detach().contiguous()
-        check_shape(x_MK, (block_rows, 16), outer, how)
+        check_shape(x_MK, block, outer, how)
         x_RK = x_MK.flatten(0, -2)
-        if by_row:
+        if outer == "row":
             given = None if amax is None else _checked(amax, x_MK, outer, how)
             flat = None if given is None else given.flatten()
-            codes, scales, measured = ops.quantize(x_RK, flat, None, None, False, block_rows, False)
+            codes, scales, measured = ops.quantize(x_RK, flat, None, None, False, block[0], False)
             outer_amax = measured.view(x_MK.shape[:-1]) if given is None else given
         else:
             outer_amax = _outer_amax(x_MK, outer, how, amax)
             flat = outer_amax.reshape(-1).contiguous()
-            codes, scales, _ = ops.quantize(x_RK, flat, None, None, False, block_rows, False)
+            codes, scales, _ = ops.quantize(x_RK, flat, None, None, False, block[0], False)
         *lead, k = x_MK.shape
         block_scale = scales.view(torch.float8_e4m3fn).view(*lead, k // 16)
-        return QTensor("nvfp4", codes.view(*lead, k // 2), block_scale, outer_amax, tuple(x_MK.shape), (block_rows, 16))
+        return QTensor("nvfp4", codes.view(*lead, k // 2), block_scale, outer_amax, tuple(x_MK.shape), block)
 
     def quantize_input(self, x_MK: Tensor, how: str, *, amax: Tensor | None = None) -> Operand:
         """The first argument of gemm and grouped_gemm: packed codes, which is what the tensor core reads."""

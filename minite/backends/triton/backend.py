@@ -18,7 +18,7 @@ from minite.backends.reference import Prepared, ReferenceBackend
 from minite.config.operands import OPERANDS
 from minite.formats import FormatError, QTensor, block_scaled
 from minite.formats.checks import check_finite, check_shape, given_amax
-from minite.formats.nvfp4 import OUTER_MAX
+from minite.formats.nvfp4 import OUTER_MAX, PLAIN_OPERANDS, operand_blocks
 
 if TYPE_CHECKING:  # it imports triton
     from minite.backends.triton.packed import Packed
@@ -26,12 +26,6 @@ if TYPE_CHECKING:  # it imports triton
 _MIN_CAPABILITY = (9, 0)
 _NEEDS = {"triton": "triton", "cuda": "cuda-bindings"}  # module -> package
 _TMA_ALIGNMENT = 16  # bytes, of the first element and of rows
-_QUANTIZED = {  # operand name -> block, outer scale of a matrix
-    "nvfp4_1d": ((1, 16), "tensor"),
-    "nvfp4_2d": ((16, 16), "tensor"),
-    "nvfp4_row": ((1, 16), "row"),
-    "nvfp4_tensor": ((1, 16), "tensor"),
-}
 
 
 class TritonBackend:
@@ -39,7 +33,7 @@ class TritonBackend:
 
     Products of rows with rows run in grouped.py and packed.py, by expert also in torch's grouped product: all of them
     sum over K in steps of 16, in order, so a row has the same bits in any batch and any tile. Gradients, whose operands
-    are transposed, run in torch. What is not in _QUANTIZED is quantized by the reference's torch code, on the device.
+    are transposed, run in torch. Operands other than PLAIN_OPERANDS are quantized by the reference, on the device.
 
     Weights with NaN or Inf, or an amax below their own, raise as in the reference. Activations are not looked at, which
     would stall the device in every linear: a row that holds NaN or Inf has a non-finite amax, so its results are too.
@@ -88,10 +82,9 @@ class TritonBackend:
         self, x_MK: Tensor, how: str, *, amax: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Operand:
         """As formats.quantize_operand, byte for byte; see the class about NaN and Inf."""
-        if how not in _QUANTIZED:
+        if how not in PLAIN_OPERANDS:
             return self._torch.quantize(x_MK, how, amax=amax, generator=generator)
-        block, outer = _QUANTIZED[how]
-        outer = "expert" if outer == "tensor" and x_MK.ndim == 3 else outer
+        block, outer = operand_blocks(x_MK, how)
         x_MK = x_MK.detach()
         check_shape(x_MK, block, outer, how)
         if "weight" in OPERANDS[how].roles:
@@ -106,7 +99,7 @@ class TritonBackend:
         """quantize and read back in one pass, for the inputs that have one."""
         if how not in ("nvfp4_row", "nvfp4_tensor"):
             return self.quantize(x_MK, how, amax=amax)
-        block, outer = _QUANTIZED[how]
+        block, outer = operand_blocks(x_MK, how)
         x_MK = x_MK.detach()
         check_shape(x_MK, block, outer, how)
         amax = None if amax is None else _shaped_amax(amax, x_MK, outer, how)

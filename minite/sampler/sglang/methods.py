@@ -21,7 +21,8 @@ from minite.layers.linear import check_supported
 from minite.sampler.embedded.weights import Linear
 from minite.sampler.sglang import inside
 from minite.sampler.sglang.experts import forward as forward_experts
-from minite.sampler.sglang.names import FUSED, METHOD
+from minite.sampler.sglang.names import METHOD
+from minite.sync.names import FUSED
 
 
 class MiniteConfig(QuantizationConfig):

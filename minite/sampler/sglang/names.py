@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from minite.config.plan import PrecisionPlan
+from minite.sync.names import MEMBER_OF
 
 METHOD = "minite"  # quantization method, as plugin.py registers it
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # in all of its models
-_FUSED_INTO = {part: module for module, parts in FUSED.items() for part in parts}
 _SGLANGS_OWN = ("gate", "lm_head")  # the router and the LM head: never quantized, so SGLang does not ask us
 
 
@@ -23,5 +22,5 @@ def expected_modules(plan: PrecisionPlan) -> dict[str, str]:
         if ".experts." in parent:
             parent = parent.partition(".experts.")[0] + ".experts"
         if last not in _SGLANGS_OWN:
-            modules[f"{parent}.{_FUSED_INTO.get(last, last)}"] = operands(entry.weight, entry.input)
+            modules[f"{parent}.{MEMBER_OF.get(last, last)}"] = operands(entry.weight, entry.input)
     return modules
