@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from minite.cli import main
 from minite.config import load_recipe, resolve_plan
 from minite.driver import rundir
+from minite.driver.gap import local
 from minite.driver.gap.causes import allowed, changes
 from minite.driver.gap.local import pair
 from minite.driver.gap.subject import open_subject, read_prompts
@@ -35,6 +39,22 @@ def test_a_recipe_as_json_and_page(tmp_path: Path, capsys) -> None:
     assert by_factor["KV cache"]["summary"]["abs_mean"] > 1e-4
     assert by_factor["batch composition"]["summary"]["abs_max"] <= 1e-8
     assert "By position" in page.read_text()
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("in between")])
+def test_both_engines_are_closed(monkeypatch, fault) -> None:
+    """An SGLang engine has processes of its own, which would pile up over the factors of --causes."""
+    closed: list[str] = []
+
+    def made(name: str) -> Any:
+        return SimpleNamespace(close=lambda: closed.append(name))
+
+    monkeypatch.setattr(local, "start_learner", lambda config, plan: made("learner"))
+    monkeypatch.setattr(local, "make_engine", lambda config, plan: made("engine"))
+    with contextlib.suppress(RuntimeError), pair(None, None):
+        if fault is not None:
+            raise fault
+    assert closed == ["engine", "learner"]
 
 
 def test_a_run_gives_its_newest_weights(tmp_path: Path) -> None:

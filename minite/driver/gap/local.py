@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +64,5 @@ def start_learner(config: RunConfig, plan: PrecisionPlan) -> LearnerWorker:
 @contextmanager
 def pair(config: RunConfig, plan: PrecisionPlan) -> Iterator[Pair]:
     """Both engines for the time of a ``with`` block; their weights are the learner's start, not yet in the sampler."""
-    worker = start_learner(config, plan)
-    try:
-        yield Pair(worker, make_engine(config, plan))
-    finally:
-        worker.close()
+    with closing(start_learner(config, plan)) as worker, closing(make_engine(config, plan)) as engine:
+        yield Pair(worker, engine)

@@ -248,6 +248,9 @@ class EmbeddedEngine:
         self._stats.kv_tokens_used = self.scheduler.ranges.used
         return self._stats
 
+    def close(self) -> None:
+        """Nothing of it runs outside of this process."""
+
     def _seed(self, request: Request) -> int:
         seed = request.params.seed
         return request_seed(self.config.seed, request.request_id) if seed is None else seed % 2**64
