@@ -61,6 +61,9 @@ MISTAKES = [
     (["bench", "quantize", TINY], "got a recipe or -o, which it does not read"),
     (["bench", "step", "--turns", "0"], "--turns: 0 is less than 1"),
     (["bench", "gemm", TINY], "got a recipe or -o, which it does not read"),
+    (["bench", "gemm", "--turns", "3"], "bench gemm: got --turns, which it does not read"),
+    (["bench", "learner", "--json", "x.json"], "bench learner: got --json, which it does not read"),
+    (["bench", "step", "--gpu", "h200"], "bench step: got --gpu, which it does not read"),
 ]
 
 

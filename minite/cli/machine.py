@@ -11,6 +11,13 @@ from minite.cli.arguments import Command, add_override, positive
 from minite.errors import UserError
 
 _GPU_BENCHES = ("kernels", "gemm", "moe", "layer", "sync", "serve")
+_READS = {  # bench -> options it reads; what is given beyond them is a mistake
+    "step": ("recipe", "turns", "json"),
+    "quantize": ("turns", "json"),
+    "learner": ("recipe", "model", "gpu", "tokens", "sequence"),
+    **dict.fromkeys(_GPU_BENCHES, ("json",)),
+}
+_TURNS, _GPU, _TOKENS, _SEQUENCE = 5, "b300", 131072, 4096  # where an option is not given
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -31,6 +38,12 @@ def doctor(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """Measure this machine: W4A4 against BF16, or the quantizers against a copy. Or reckon what a GPU could reach."""
     runs = {"step": _bench_step, "quantize": _bench_quantize, "learner": _bench_learner}
+    reads = _READS[args.what]
+    if "recipe" not in reads and (args.recipe is not None or args.override):
+        raise UserError(f"bench {args.what}: got a recipe or -o, which it does not read; leave them out")
+    for option in ("turns", "json", "model", "gpu", "tokens", "sequence"):
+        if option not in reads and getattr(args, option) is not None:
+            raise UserError(f"bench {args.what}: got --{option}, which it does not read; leave it out")
     return runs.get(args.what, _bench_gpu)(args)
 
 
@@ -41,7 +54,7 @@ def _bench_step(args: argparse.Namespace) -> int:
     from minite.driver.bench import measure_steps, step_table
 
     recipe = args.recipe or shipped("tiny_qwen3_moe_w4a4_grpo.yaml")
-    times = measure_steps(load_recipe(recipe, args.override), args.turns)
+    times = measure_steps(load_recipe(recipe, args.override), args.turns or _TURNS)
     print(step_table(times))
     print()
     rows = [measure(shape) for shape in SHAPES_MNK]
@@ -53,27 +66,26 @@ def _bench_step(args: argparse.Namespace) -> int:
 def _bench_quantize(args: argparse.Namespace) -> int:
     from minite.backends.bench_quantize import machine, measure, table
 
-    if args.recipe is not None or args.override:
-        raise UserError("bench quantize: got a recipe or -o, which it does not read; leave them out")
     where = machine()
     print(where)
-    rates = measure(turns=args.turns)
+    rates = measure(turns=args.turns or _TURNS)
     print(table(rates))
     _write(args.json, {"machine": where, "quantize": [dataclasses.asdict(rate) for rate in rates]})
     return 0
 
 
 def _bench_gpu(args: argparse.Namespace) -> int:
+    import torch
+
     from minite.backends.registry import get_backend
 
-    if args.recipe is not None or args.override:
-        raise UserError(f"bench {args.what}: got a recipe or -o, which it does not read; leave them out")
     get_backend("triton", device="cuda", strict=False)  # or a UserError that says what is missing
     from minite.backends.triton.bench import BENCHES, card, table
     from minite.layers import bench as layer
     from minite.sampler.embedded import bench_serve as serve
 
     print(card())
+    torch.manual_seed(0)
     rows = {**BENCHES, "layer": layer.measure, "serve": serve.measure}[args.what]()
     print(table(rows))
     _write(args.json, {"card": card(), args.what: rows})
@@ -90,7 +102,7 @@ def _bench_learner(args: argparse.Namespace) -> int:
     name = (args.model or "qwen3-30b-a3b").lower().replace("-", "_")
     config = load_recipe(args.recipe or shipped(f"{name}_w4a4_grpo.yaml"), args.override)
     entries = resolve_plan(config).entries
-    print(table(config.model, entries, args.tokens, args.sequence, args.gpu))
+    print(table(config.model, entries, args.tokens or _TOKENS, args.sequence or _SEQUENCE, args.gpu or _GPU))
     return 0
 
 
@@ -123,12 +135,12 @@ def add(command: Command) -> None:
         "learner: the roofline of one update on a GPU that need not be here, from shapes alone",
     )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")
-    added.add_argument("--turns", type=positive, default=5, metavar="N", help="runs of each that count (default: 5)")
+    added.add_argument("--turns", type=positive, metavar="N", help=f"runs of each that count (default: {_TURNS})")
     added.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     added.add_argument(
         "--model", metavar="NAME", help="learner: the model of a shipped recipe (default: qwen3-30b-a3b)"
     )
-    added.add_argument("--gpu", default="b300", metavar="NAME", help="learner: h200, b200 or b300 (default: b300)")
-    added.add_argument("--tokens", type=positive, default=131072, metavar="N", help="learner: of an update")
-    added.add_argument("--sequence", type=positive, default=4096, metavar="N", help="learner: tokens of a sequence")
+    added.add_argument("--gpu", metavar="NAME", help=f"learner: h200, b200 or b300 (default: {_GPU})")
+    added.add_argument("--tokens", type=positive, metavar="N", help=f"learner: of an update (default: {_TOKENS})")
+    added.add_argument("--sequence", type=positive, metavar="N", help=f"learner: of a sequence (default: {_SEQUENCE})")
     add_override(added)

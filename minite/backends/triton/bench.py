@@ -1,13 +1,9 @@
 """What emulated NVFP4 costs on this GPU at the shapes of Qwen3-30B-A3B, beside BF16 and beside the bound.
 
-`minite bench kernels|gemm|moe|sync`, or several in one process: `python -m minite.backends.triton.bench [NAME ...]`.
+`minite bench kernels|gemm|moe|sync`.
 """
 
 from __future__ import annotations
-
-import argparse
-import json
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -181,26 +177,3 @@ BENCHES = {"kernels": bench_quantize, "sync": bench_sync, "gemm": bench_gemm, "m
 def card() -> str:
     """What was measured."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="|".join(BENCHES), help="which to run; default all")
-    parser.add_argument("--json", type=Path, help="also write the rows there")
-    arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(BENCHES)
-    if unknown:
-        parser.error(f"unknown bench {', '.join(sorted(unknown))}; expected {', '.join(BENCHES)}")
-    print(card())
-    torch.manual_seed(0)
-    results = {}
-    for name in arguments.names or BENCHES:
-        results[name] = BENCHES[name]()
-        print(f"\n{name}\n{table(results[name])}", flush=True)
-        torch.cuda.empty_cache()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"card": card(), **results}, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
