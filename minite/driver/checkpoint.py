@@ -19,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from minite.errors import UserError
+from minite.sync.tensor_file import save_tensors
 
 FOLDER = "checkpoints"
 MANIFEST = "MANIFEST.json"
@@ -127,7 +128,7 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     tree = _split_tensors(state, "state", tensors)
     if tensors:
-        save_file(tensors, folder / _TENSORS)
+        save_tensors(folder / _TENSORS, tensors)
     (folder / _STATE).write_text(json.dumps(tree, indent=1))
 
 

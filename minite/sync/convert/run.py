@@ -31,7 +31,6 @@ from minite.sync.tensor_file import save_tensors
 
 FILE_BYTES = 1 << 30  # of one output file: what an interruption loses at most
 REPORT_FILE = "minite_report.json"
-OUTER_SCALES = ("keep", "shared")
 _OWN = {"config.json", QUANT_CONFIG, INDEX, DIGEST_FILE, REPORT_FILE}  # written anew; other small files are copied
 _COPIED = (".json", ".txt", ".jinja", ".model")
 
