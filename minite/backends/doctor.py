@@ -16,7 +16,7 @@ from minite.backends.registry import explain, get_backend
 from minite.errors import UserError
 from minite.formats import QTensor, nvfp4
 
-PACKAGES = ("torch", "megatron-core", "ray", "transformers", "sglang", "triton", "tensorboard")
+PACKAGES = ("torch", "numba", "megatron-core", "ray", "transformers", "sglang", "triton", "tensorboard")
 
 # Every E2M1 value, then every tie between two of them, which rounds to the even code; both signs. By construction the
 # block scale is 448 and the outer scale a power of two, so the codes below follow from the format's definition alone.

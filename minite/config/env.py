@@ -1,7 +1,8 @@
 """The only reader and writer of environment variables.
 
-miniTE itself reads three: MINITE_CACHE_DIR, and for `minite launch` MINITE_SLIME_DIR and MINITE_MEGATRON_DIR. What
-third parties need for the numerics of a plan is derived from the plan here, for the engines that run them.
+miniTE itself reads MINITE_CACHE_DIR (without it XDG_CACHE_HOME), and for `minite launch` MINITE_SLIME_DIR and
+MINITE_MEGATRON_DIR. What third parties need for the numerics of a plan is derived from the plan here, for the engines
+that run them.
 """
 
 from __future__ import annotations
