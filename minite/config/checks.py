@@ -30,8 +30,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "driver.placement": ("colocated", "separate"),
 }
 
+    "monitor.on_drift": ("warn", "lower_lr", "switch", "stop"),
 # Bounds of single numbers: expectation in words, test, settings. None (a setting left open) passes.
 _Bound = tuple[str, Callable[[float], bool], str]
+# What monitor.watch may name; minite/diagnostics/monitor.py says what each is.
+SIGNALS = ("gap", "tail", "ess", "router", "entropy_rise", "entropy_fall")
+
 BOUNDS: tuple[_Bound, ...] = (
     (
         "at least 1",
@@ -41,22 +45,24 @@ BOUNDS: tuple[_Bound, ...] = (
         "learner.data_parallel learner.tokens_per_microbatch sampler.count sampler.max_batch sampler.kv_tokens "
         "sampler.max_new_tokens algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
-        "data.max_operand slime.nodes slime.gpus_per_node slime.gpus_per_engine",
+        "data.max_operand monitor.window driver.prometheus_port slime.nodes slime.gpus_per_node slime.gpus_per_engine",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
     (
         "0 or more",
+    ("at least 5, so that its noise can be estimated", lambda x: x >= 5, "monitor.baseline"),
         lambda x: x >= 0,
         "warm_start.steps learner.lr learner.min_lr learner.warmup_steps learner.weight_decay "
         "sampler.top_k algo.kl_coef algo.entropy_coef algo.max_resample algo.clip_high data.heldout "
         "driver.eval_temperature model.intermediate_size model.num_experts model.experts_per_token "
-        "model.moe_intermediate_size seed",
+        "model.moe_intermediate_size monitor.slack seed",
     ),
     (
         "more than 0",
         lambda x: x > 0,
         "model.rope_theta model.rms_norm_eps model.init_std learner.clip_grad warm_start.lr sampler.temperature "
-        "correction.limit_negative correction.limit_positive correction.power correction.segment_risk",
+        "correction.limit_negative correction.limit_positive correction.power correction.segment_risk "
+        "monitor.threshold",
     ),
     ("more than 0 and at most 1", lambda x: 0 < x <= 1, "sampler.top_p"),
     (
@@ -65,7 +71,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "warm_start.wrong_frac correction.calm_quantile correction.calm_decay correction.response_tail_frac "
         "correction.max_dropped_frac",
     ),
-    ("more than 0 and below 1", lambda x: 0 < x < 1, "slime.memory_fraction"),
+    ("more than 0 and below 1", lambda x: 0 < x < 1, "slime.memory_fraction monitor.lr_factor"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "learner.beta1 learner.beta2 algo.clip_low"),
     ("more than 1", lambda x: x > 1, "algo.dual_clip"),
     ("0 or 1", lambda x: x in (0, 1), "driver.ahead"),
@@ -85,6 +91,7 @@ def check_run(config: RunConfig) -> None:
     check_correction(config)
     check_driver(config)
 
+    check_monitor(config)
 
 def _get(config: RunConfig, path: str) -> object:
     value: object = config
@@ -227,6 +234,21 @@ def check_correction(config: RunConfig) -> None:
 def check_driver(config: RunConfig) -> None:
     if config.driver.ahead and config.driver.placement != "separate":
         raise _fail(
+def check_monitor(config: RunConfig) -> None:
+    m = config.monitor
+    for name in m.watch:
+        if name not in SIGNALS:
+            raise _fail(config, "monitor.watch", f"{name!r} is no signal; {nearest(name, SIGNALS)}")
+    if "router" in m.watch and not (config.model.num_experts and config.algo.router_replay):
+        raise _fail(config, "monitor.watch", "router needs a model with experts and algo.router_replay: true")
+    if m.switch and m.on_drift != "switch":
+        raise _fail(config, "monitor.switch", f"on_drift is {m.on_drift}; set monitor.on_drift: switch or remove it")
+    if m.on_drift == "switch" and not m.switch:
+        raise _fail(config, "monitor.switch", 'on_drift switch needs patterns of modules, e.g. ["**.mlp.**"]')
+    if m.on_drift != "warn" and not m.watch:
+        raise _fail(config, "monitor.watch", f"on_drift {m.on_drift} needs a signal to watch, e.g. [gap, tail]")
+
+
             config,
             "driver.ahead",
             f"a rollout ahead needs samplers of their own, but driver.placement is {config.driver.placement}; "

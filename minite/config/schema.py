@@ -198,6 +198,22 @@ class SlimeConfig:
     nodes: int = 1
     gpus_per_node: int = 8
     gpus_per_engine: int = 1  # tensor parallelism of an SGLang engine
+    prometheus_port: int | None = None  # http://127.0.0.1:PORT/metrics has the newest step; None = no endpoint
+    wandb: bool = False  # Weights & Biases too; its own variables (WANDB_MODE) decide what leaves the machine
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Watches a run for a break of its trend; off without ``watch``. See docs/monitoring.md."""
+
+    watch: tuple[str, ...] = ()  # any of gap, tail, ess, router, entropy_rise, entropy_fall; () = no monitor
+    window: int = 10  # steps of the rolling means
+    baseline: int = 20  # steps from the start, or from the last drift, whose noise counts as calm
+    slack: float = 1.5  # what a step may exceed the calm mean by [standard deviations]
+    threshold: float = 8.0  # summed excess that is a drift [standard deviations]; a step adds half of it at most
+    on_drift: str = "warn"  # warn | lower_lr | switch | stop
+    lr_factor: float = 0.5  # lower_lr: each drift multiplies the learning rate by it
+    switch: tuple[str, ...] = ()  # switch: module patterns; each drift puts the next one's inputs to bf16 (W4A16)
     memory_fraction: float = 0.7  # of a GPU, for an engine's weights and KV cache
     offload_optimizer: bool = False  # Adam and the FP32 master weights on the CPU
     reward: str = "slime_plugin.reward.math_verify"  # a dotted function, or a word that slime's --rm-type knows
@@ -227,3 +243,4 @@ class RunConfig:
     def where(self, path: str) -> str:
         """Where the setting at ``path`` was written, for the start of an error message."""
         return self.sources.get(path, "default")
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
