@@ -28,14 +28,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "correction.narrowing": ("keep", "truncate"),
     "correction.unhealthy": ("warn", "skip", "stop"),
     "driver.placement": ("colocated", "separate"),
+    "monitor.on_drift": ("warn", "lower_lr", "switch", "stop"),
 }
 
-    "monitor.on_drift": ("warn", "lower_lr", "switch", "stop"),
-# Bounds of single numbers: expectation in words, test, settings. None (a setting left open) passes.
-_Bound = tuple[str, Callable[[float], bool], str]
 # What monitor.watch may name; minite/diagnostics/monitor.py says what each is.
 SIGNALS = ("gap", "tail", "ess", "router", "entropy_rise", "entropy_fall")
 
+# Bounds of single numbers: expectation in words, test, settings. None (a setting left open) passes.
+_Bound = tuple[str, Callable[[float], bool], str]
 BOUNDS: tuple[_Bound, ...] = (
     (
         "at least 1",
@@ -48,19 +48,20 @@ BOUNDS: tuple[_Bound, ...] = (
         "data.max_operand monitor.window driver.prometheus_port slime.nodes slime.gpus_per_node slime.gpus_per_engine",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
+    ("at least 5, so that its noise can be estimated", lambda x: x >= 5, "monitor.baseline"),
     (
         "0 or more",
-    ("at least 5, so that its noise can be estimated", lambda x: x >= 5, "monitor.baseline"),
         lambda x: x >= 0,
         "warm_start.steps learner.lr learner.min_lr learner.warmup_steps learner.weight_decay "
         "sampler.top_k algo.kl_coef algo.entropy_coef algo.max_resample algo.clip_high data.heldout "
-        "driver.eval_temperature model.intermediate_size model.num_experts model.experts_per_token "
+        "driver.eval_temperature driver.retries model.intermediate_size model.num_experts model.experts_per_token "
         "model.moe_intermediate_size monitor.slack seed",
     ),
     (
         "more than 0",
         lambda x: x > 0,
         "model.rope_theta model.rms_norm_eps model.init_std learner.clip_grad warm_start.lr sampler.temperature "
+        "data.reward_timeout driver.timeout "
         "correction.limit_negative correction.limit_positive correction.power correction.segment_risk "
         "monitor.threshold",
     ),
@@ -89,9 +90,9 @@ def check_run(config: RunConfig) -> None:
     check_lengths(config)
     check_schedule(config)
     check_correction(config)
+    check_monitor(config)
     check_driver(config)
 
-    check_monitor(config)
 
 def _get(config: RunConfig, path: str) -> object:
     value: object = config
@@ -231,9 +232,6 @@ def check_correction(config: RunConfig) -> None:
         raise _fail(config, "correction.limit_positive", f"expected at least limit_negative {c.limit_negative}")
 
 
-def check_driver(config: RunConfig) -> None:
-    if config.driver.ahead and config.driver.placement != "separate":
-        raise _fail(
 def check_monitor(config: RunConfig) -> None:
     m = config.monitor
     for name in m.watch:
@@ -249,6 +247,9 @@ def check_monitor(config: RunConfig) -> None:
         raise _fail(config, "monitor.watch", f"on_drift {m.on_drift} needs a signal to watch, e.g. [gap, tail]")
 
 
+def check_driver(config: RunConfig) -> None:
+    if config.driver.ahead and config.driver.placement != "separate":
+        raise _fail(
             config,
             "driver.ahead",
             f"a rollout ahead needs samplers of their own, but driver.placement is {config.driver.placement}; "
