@@ -54,14 +54,13 @@ BOUNDS: tuple[_Bound, ...] = (
         lambda x: x >= 0,
         "warm_start.steps learner.lr learner.min_lr learner.warmup_steps learner.weight_decay "
         "sampler.top_k algo.kl_coef algo.entropy_coef algo.max_resample algo.clip_high data.heldout "
-        "driver.eval_temperature driver.retries model.intermediate_size model.num_experts model.experts_per_token "
+        "driver.eval_temperature model.intermediate_size model.num_experts model.experts_per_token "
         "model.moe_intermediate_size monitor.slack seed",
     ),
     (
         "more than 0",
         lambda x: x > 0,
         "model.rope_theta model.rms_norm_eps model.init_std learner.clip_grad warm_start.lr sampler.temperature "
-        "data.reward_timeout driver.timeout "
         "correction.limit_negative correction.limit_positive correction.power correction.segment_risk "
         "monitor.threshold",
     ),
