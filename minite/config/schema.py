@@ -187,17 +187,6 @@ class DriverConfig:
     eval_every: int = 10  # steps; on data.heldout prompts
     eval_temperature: float = 0.0  # 0 = greedy
     tensorboard: bool = True
-
-
-@dataclass(frozen=True)
-class SlimeConfig:
-    """What slime asks and the rest of the recipe does not say; read by `minite launch` only. See docs/slime.md."""
-
-    checkpoint: str | None = None  # HF directory that engines start from, of minite convert; None = model.checkpoint
-    save: str = "checkpoints"  # directory of megatron checkpoints and of the data state; --resume reads it
-    nodes: int = 1
-    gpus_per_node: int = 8
-    gpus_per_engine: int = 1  # tensor parallelism of an SGLang engine
     prometheus_port: int | None = None  # http://127.0.0.1:PORT/metrics has the newest step; None = no endpoint
     wandb: bool = False  # Weights & Biases too; its own variables (WANDB_MODE) decide what leaves the machine
 
@@ -214,6 +203,17 @@ class MonitorConfig:
     on_drift: str = "warn"  # warn | lower_lr | switch | stop
     lr_factor: float = 0.5  # lower_lr: each drift multiplies the learning rate by it
     switch: tuple[str, ...] = ()  # switch: module patterns; each drift puts the next one's inputs to bf16 (W4A16)
+
+
+@dataclass(frozen=True)
+class SlimeConfig:
+    """What slime asks and the rest of the recipe does not say; read by `minite launch` only. See docs/slime.md."""
+
+    checkpoint: str | None = None  # HF directory that engines start from, of minite convert; None = model.checkpoint
+    save: str = "checkpoints"  # directory of megatron checkpoints and of the data state; --resume reads it
+    nodes: int = 1
+    gpus_per_node: int = 8
+    gpus_per_engine: int = 1  # tensor parallelism of an SGLang engine
     memory_fraction: float = 0.7  # of a GPU, for an engine's weights and KV cache
     offload_optimizer: bool = False  # Adam and the FP32 master weights on the CPU
     reward: str = "slime_plugin.reward.math_verify"  # a dotted function, or a word that slime's --rm-type knows
@@ -236,6 +236,7 @@ class RunConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     driver: DriverConfig = field(default_factory=DriverConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     slime: SlimeConfig = field(default_factory=SlimeConfig)
     # Where each setting was written: dotted path -> "file:line". Kept by load.py for error messages; not a setting.
     sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False, metadata={"internal": True})
@@ -243,4 +244,3 @@ class RunConfig:
     def where(self, path: str) -> str:
         """Where the setting at ``path`` was written, for the start of an error message."""
         return self.sources.get(path, "default")
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
