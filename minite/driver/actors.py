@@ -52,10 +52,15 @@ class _Learner:
 class _Sampler:
     """One sampler engine."""
 
+    engine: Any = None
+
     def setup(self, config: RunConfig, plan: PrecisionPlan, threads: int) -> None:
         torch.set_num_threads(threads)
         from minite.sampler import make_engine
 
+        if self.engine is not None:  # its memory must be free before the next one takes as much
+            self.engine.close()
+            self.engine = None
         self.engine = make_engine(config, plan)
 
     def update(self, bucket_refs: list[ray.ObjectRef], version: WeightVersion) -> str:
@@ -132,8 +137,16 @@ class LearnerGroup:
         """(logprob_T float64 [nats], entropy_T float32 [nats])."""
         return self._call("logprobs", batch, which)
 
-    def train_step(self, batch: RolloutBatch, denominator: float) -> dict[str, float]:
-        return self._call("train_step", batch, denominator)
+    def train_step(self, batch: RolloutBatch, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
+        return self._call("train_step", batch, denominator, lr_scale)
+
+    def router_flips(self) -> dict[str, float]:
+        """Of the last `logprobs`; empty where there is nothing to count."""
+        return self._call("router_flips")
+
+    def use_plan(self, plan: PrecisionPlan) -> None:
+        """Compute under another plan of the same model from here on."""
+        self._call("use_plan", plan)
 
     def export(self) -> tuple[list[ray.ObjectRef], WeightVersion]:
         return self._all(lambda _, a: a.export.remote())
@@ -151,7 +164,12 @@ class SamplerPool:
     def __init__(self, config: RunConfig, plan: PrecisionPlan, slot: Slot) -> None:
         actor = ray.remote(num_cpus=slot.cpus, num_gpus=slot.sampler_gpus)(_Sampler)
         self._engines = [actor.remote() for _ in range(config.sampler.count)]
-        _get([e.setup.remote(config, plan, slot.threads) for e in self._engines], "sampler")
+        self._config, self._threads = config, slot.threads
+        self.use_plan(plan)
+
+    def use_plan(self, plan: PrecisionPlan) -> None:
+        """New engines of this plan in the same processes. They have no weights before the next update."""
+        _get([e.setup.remote(self._config, plan, self._threads) for e in self._engines], "sampler")
 
     def update(self, buckets: list[ray.ObjectRef], version: WeightVersion) -> None:
         """Load one weight version everywhere; raises SyncError naming what differs."""

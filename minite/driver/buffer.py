@@ -50,7 +50,7 @@ class RolloutBuffer:
     def __init__(self, group_size: int, drop_flat: bool, plan_digest: str) -> None:
         self._group_size = group_size
         self._drop_flat = drop_flat
-        self._plan_digest = plan_digest
+        self.plan_digest = plan_digest  # of the samplers; changes when the run switches its plan
         self._pending: dict[int, Prompt] = {}  # issued, not yet sampled
         self._ready: dict[int, Group] = {}
         self._flat: dict[int, Group] = {}
@@ -107,8 +107,8 @@ class RolloutBuffer:
             raise RolloutError(f"{name} came back with another prompt than was sent")
         if completion.finish_reason == "abort":
             raise RolloutError(f"{name} was aborted")
-        if version.plan_digest != self._plan_digest:
-            raise RolloutError(f"{name} was sampled under plan {version.plan_digest}, expected {self._plan_digest}")
+        if version.plan_digest != self.plan_digest:
+            raise RolloutError(f"{name} was sampled under plan {version.plan_digest}, expected {self.plan_digest}")
         if version.step != weight_step:
             raise RolloutError(f"{name} was sampled with weights of step {version.step}, expected {weight_step}")
         if len(completion.logprobs) != len(completion.tokens):

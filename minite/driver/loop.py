@@ -16,6 +16,7 @@ import torch
 from minite.backends.device import use_cuda
 from minite.backends.registry import get_backend
 from minite.config import PrecisionPlan, RunConfig, resolve_plan
+from minite.config.plan_switch import with_bf16_inputs
 from minite.diagnostics.gap import gap_metrics, gap_summary
 from minite.driver import checkpoint, rundir, warm_start
 from minite.driver.actors import LearnerGroup, SamplerPool
@@ -25,6 +26,7 @@ from minite.driver.metrics import MetricsWriter, Recorder
 from minite.driver.progress import ProgressView
 from minite.driver.rollout import Rollouts
 from minite.driver.tokenizer import make_tokenizer
+from minite.driver.watch import Watch
 from minite.errors import UserError
 from minite.losses.correction import CorrectionOutput, correct
 from minite.losses.triage_state import TriageState
@@ -70,6 +72,7 @@ class Job:
         self.tokenizer = make_tokenizer(config)
         self.task = load_task(config, self.tokenizer)
         check_engine(config)
+        with_bf16_inputs(config, plan, config.monitor.switch)  # its patterns fit, also if no drift ever comes
         self.backend = _one_backend(config, plan)
         self.view = ProgressView(config.name, config.driver.steps)
         if len(self.task.heldout) > len(self.task.train):
@@ -125,6 +128,7 @@ class Run:
         self.samplers = SamplerPool(job.config, job.plan, job.slot)
         self.rollouts = Rollouts(job.config, job.plan.digest, self.samplers, job.tokenizer, job.task)
         self.triage = TriageState()
+        self.watch = Watch(job.config, job.plan, job.run_dir, job.view.note)
         self.step = 0
         self.values: dict[str, float] = {}  # metrics of the step in progress
 
@@ -146,11 +150,15 @@ class Run:
             self.values |= rollout.metrics
         with self._timed("logprob"):
             batch.old_logprob_T, entropy_T = self.learners.logprobs(batch)
-        verdict = self._correct(batch, entropy_T)
+        with self._timed("correct"):
+            verdict = self._correct(batch, entropy_T)
         with self._timed("train"):
             if not (verdict.unhealthy and self.config.correction.unhealthy == "skip"):
                 self._optimize(batch)
         self.step += 1
+        if self.config.monitor.watch:
+            with self._timed("watch"):
+                self._watch()
         with self._timed("sync"):
             self._sync()
         self.values["sync/seconds"] = self.values["time/sync"]
@@ -206,11 +214,28 @@ class Run:
         measured: dict[str, list[float]] = {}
         for index_S in parts:
             part = batch if len(parts) == 1 else batch.select(index_S)
-            for key, value in self.learners.train_step(part, float(part.loss_mask_T.sum())).items():
+            tokens = float(part.loss_mask_T.sum())
+            for key, value in self.learners.train_step(part, tokens, self.watch.lr_scale).items():
                 measured.setdefault(key, []).append(value)  # a skipped update has no gradient norm
         means = {key: sum(values) / len(values) for key, values in measured.items()}
         means["learner/skipped_steps"] = sum(measured["learner/skipped_steps"])
         self.values = means | self.values  # an entropy measured before the update stays
+
+    def _watch(self) -> None:
+        """See whether a trend broke and do what the recipe says. A switched plan holds from the next sync."""
+        self.values |= self.learners.router_flips()
+        self.values |= self.watch.observe(self.step, self.values)
+        if self.watch.plan.digest != self.plan.digest:
+            self.rollouts.settle()  # what is being sampled ends under the old plan
+            rundir.record_switch(self.run_dir, self.step, self.watch.plan)
+            self._use_plan(self.watch.plan)
+
+    def _use_plan(self, plan: PrecisionPlan) -> None:
+        """Learner and samplers under another plan; the samplers have no weights until the next sync."""
+        self.plan = plan
+        self.learners.use_plan(plan)
+        self.samplers.use_plan(plan)
+        self.rollouts.use_plan(plan.digest)
 
     def _sync(self) -> None:
         """Learner weights to every sampler, verified there; the samplers refuse to go on with any other bytes."""
@@ -233,12 +258,16 @@ class Run:
             "weight_digest": self.rollouts.version.weight_digest,
             "plan_digest": self.plan.digest,
             "triage": self.triage.state_dict(),
+            "watch": self.watch.state_dict(),
             "rollouts": self.rollouts.state_dict(),
         }
 
     def restore(self, folder: Path) -> None:
         """Everything as it was when ``folder`` was written, and proof that the weights are."""
         state = checkpoint.read_state(folder)
+        self.watch.load_state_dict(state["watch"])
+        if self.watch.plan.digest != self.plan.digest:
+            self._use_plan(self.watch.plan)
         self.learners.load(folder)
         self.step = state["step"]
         self.triage.load_state_dict(state["triage"])

@@ -50,6 +50,10 @@ class Rollouts:
         self._settled: Rollout | None = None  # sampled before its turn, for a checkpoint
         self.version: WeightVersion | None = None
 
+    def use_plan(self, plan_digest: str) -> None:
+        """What is sampled from now on is sampled under another plan. Settle first."""
+        self._plan_digest = self._buffer.plan_digest = plan_digest
+
     def next(self) -> Rollout:
         """The next rollout. With ``driver.ahead`` the one after it starts sampling, with the present weights."""
         rollout = self._settled or self._finish(self._draft or self._start(self._config.algo.prompts_per_step))

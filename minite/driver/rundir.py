@@ -70,6 +70,11 @@ def load(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Preci
     return config, plan
 
 
+def record_switch(run_dir: Path, step: int, plan: PrecisionPlan) -> None:
+    """The plan in force after ``step``, beside the one the run began with. A resume takes it from the checkpoint."""
+    _write(run_dir / f"plan.step_{step:08d}.json", plan.to_json())
+
+
 def keep(run_dir: Path, config: RunConfig) -> None:
     """Overrides given to a resumed run hold for the next resume too."""
     _write(run_dir / CONFIG, config_to_dict(config))

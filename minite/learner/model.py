@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -97,6 +100,20 @@ class PolicyModel(GPTModel):
         # Row t of the logits predicts token t + 1.
         values = [F.pad(x, (1, 0)).masked_fill(batch.first_T, 0.0) for x in shifted]
         return values[0], values[1] if entropy else None
+
+    @contextmanager
+    def counted_flips(self) -> Iterator[Tensor]:
+        """Within the block replayed routers count. Yields int64 [2], full at its end: see ReplayRouter.flips."""
+        device = self.config.device
+        total = torch.zeros(2, dtype=torch.int64, device=device)
+        for router in self._routers:
+            router.flips = torch.zeros(2, dtype=torch.int64, device=device)
+        try:
+            yield total
+        finally:
+            for router in self._routers:
+                total += router.flips
+                router.flips = None
 
     def weights_changed(self) -> None:
         """Forget quantized weights. To be called after every write to parameters: torch cannot see megatron's."""

@@ -28,12 +28,21 @@ class ReplayRouter(Router):
 
     replay_Tk: Tensor | None = None  # set before each forward pass by PolicyModel
     fused: Fused | None = None  # set by precision.bind
+    flips: Tensor | None = None  # int64 [2]: tokens that would have chosen other experts, tokens; None = not counted
 
     def routing(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities and choice as megatron's dispatcher wants them: two [T, E], zero / False where not chosen."""
+        if self.flips is not None and self.replay_Tk is not None:
+            self._count(logits_TE, self.replay_Tk)
         prob_Tk, expert_Tk = ops.route_topk(logits_TE, self.config.moe_router_topk, self.replay_Tk)
         chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, expert_Tk, True)
         return torch.zeros_like(logits_TE).scatter(1, expert_Tk, prob_Tk), chosen_TE
+
+    def _count(self, logits_TE: Tensor, replay_Tk: Tensor) -> None:
+        own_Tk = ops.route_topk(logits_TE, self.config.moe_router_topk)[1]
+        recorded_T = replay_Tk[:, 0] >= 0
+        other_T = (own_Tk.sort(dim=1).values != replay_Tk.to(own_Tk.dtype).sort(dim=1).values).any(dim=1)
+        self.flips = self.flips + torch.stack([(other_T & recorded_T).sum(), recorded_T.sum()])
 
     def forward(self, x: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         return self.routing(ops.wide_linear(x.flatten(0, 1), self.weight, self.config.strict, self.fused))

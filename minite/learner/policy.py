@@ -47,6 +47,11 @@ class Policy:
         self.backend = backend
         precision.bind(self.model, self.plan, backend, parallel_state.get_tensor_model_parallel_group())
 
+    def use_plan(self, plan: PrecisionPlan) -> None:
+        """Obey another plan of the same model; the quantized weights of the old one are forgotten."""
+        self.plan = plan
+        self.use_backend(self.backend)
+
     def load_hf(self, path: str | Path) -> None:
         """Start from a Hugging Face directory with a fresh optimizer; it becomes the KL reference if there is a KL."""
         self._start_from(hf.reader(path, self.config))

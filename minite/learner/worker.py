@@ -59,6 +59,7 @@ class LearnerWorker:
             parallel.stop()
             raise
         self._data = parallel.data_ranks()
+        self._flips: Tensor | None = None  # of the last log-probs, when the monitor is on
 
     @property
     def step(self) -> int:
@@ -86,10 +87,15 @@ class LearnerWorker:
         ``which``: "policy" (now) or "ref" (the KL reference; kept only when algo.kl_coef > 0).
         """
         values_2T = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
-        self._policy.model.eval()
-        with self._policy.reference_weights() if which == "ref" else nullcontext():
+        model = self._policy.model
+        model.eval()
+        count = bool(self.config.monitor.watch) and which == "policy"
+        with (
+            self._policy.reference_weights() if which == "ref" else nullcontext(),
+            model.counted_flips() if count else nullcontext() as self._flips,
+        ):
             for micro in self._microbatches(batch, replay=self.config.algo.router_replay):
-                logprob_T, entropy_T = self._policy.model.token_logprobs(micro, self._temperature, entropy=True)
+                logprob_T, entropy_T = model.token_logprobs(micro, self._temperature, entropy=True)
                 assert entropy_T is not None
                 n = len(micro.source_n)
                 values_2T[:, micro.source_n] = torch.stack([logprob_T[:n].double(), entropy_T[:n].double()]).cpu()
@@ -97,8 +103,23 @@ class LearnerWorker:
         dist.all_reduce(shared, group=self._data.group)  # each token has one owner; the others add 0
         return shared[0].cpu(), shared[1].float().cpu()
 
-    def train_step(self, batch: RolloutBatch, denominator: float) -> dict[str, float]:
-        """One optimizer step on a batch with old_logprob_T and advantage_S. ``denominator``: its global loss tokens."""
+    def router_flips(self) -> dict[str, float]:
+        """Of the last ``logprobs``: share of (token, MoE layer) pairs whose own experts are not the sampler's.
+
+        Empty for dense models and where nothing was replayed. Measured only with ``monitor.watch``.
+        """
+        if self._flips is None:
+            return {}
+        total = self._flips.clone()
+        dist.all_reduce(total)  # every rank has tokens of its own, also those of one tensor-parallel group
+        flipped, seen = total.tolist()
+        return {"router/flip_frac": flipped / seen} if seen else {}
+
+    def train_step(self, batch: RolloutBatch, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
+        """One optimizer step on a batch with old_logprob_T and advantage_S. ``denominator``: its global loss tokens.
+
+        ``lr_scale`` multiplies the scheduled learning rate.
+        """
         if batch.old_logprob_T is None:
             raise ValueError("train_step needs batch.old_logprob_T")
         algo, old = self.config.algo, batch.old_logprob_T
@@ -123,13 +144,17 @@ class LearnerWorker:
             output.loss.backward()
             sums = {key: sums.get(key, 0.0) + value for key, value in output.metrics.items()}
         lr = learning_rate(self.config.learner, self.step, self.config.driver.steps * algo.minibatches)
-        metrics = mean_metrics(self._sum(sums)) | self._update(lr)
+        metrics = mean_metrics(self._sum(sums)) | self._update(lr * lr_scale)
         self._policy.step += 1
         return metrics
 
     def export(self) -> tuple[list[Bucket], WeightVersion] | None:
         """(buckets of named CPU tensors, their version) on rank 0, None elsewhere."""
         return self._policy.export()
+
+    def use_plan(self, plan: PrecisionPlan) -> None:
+        """Compute under another plan of the same model from here on; weights and optimizer stay."""
+        self._policy.use_plan(plan)
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, step and generator into an empty directory."""

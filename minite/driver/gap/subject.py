@@ -13,6 +13,7 @@ from minite.driver import checkpoint, rundir, warm_start
 from minite.driver.data import Example, Prompt, PromptStream, load_task
 from minite.driver.gap.local import LocalLearner
 from minite.driver.tokenizer import Tokenizer, make_tokenizer
+from minite.driver.watch import plan_at
 from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
 
@@ -37,13 +38,15 @@ def open_subject(path: Path, overrides: Sequence[str], prompts: Path | None, not
     Raises UserError for what the run itself would refuse, and for learners of several processes.
     """
     if path.is_dir():
-        config, plan = rundir.load(path, overrides)
+        config, begun = rundir.load(path, overrides)
+        folder = _newest_checkpoint(path, note)
+        plan = plan_at(config, begun, checkpoint.read_state(folder)) if folder else begun
     else:
         config = load_recipe(path, overrides)
         plan = resolve_plan(config)
     check_one_process(config)
     tokenizer = make_tokenizer(config)
-    load = _weights_of_run(path, note) if path.is_dir() else _weights_of_recipe(config, tokenizer, note)
+    load = _weights_of_run(path, folder, note) if path.is_dir() else _weights_of_recipe(config, tokenizer, note)
     if prompts is None:
         examples = load_task(config, tokenizer).train
         asked = PromptStream(examples, tokenizer, config.seed).take(config.algo.prompts_per_step)
@@ -91,11 +94,15 @@ def _prompt(index: int, text: str, config: RunConfig, tokenizer: Tokenizer) -> P
     return Prompt(index, Example(text, "", text), tokens)
 
 
-def _weights_of_run(run_dir: Path, note: Note) -> Load:
-    """Those of the newest whole checkpoint; before the first one, those that the run began with."""
+def _newest_checkpoint(run_dir: Path, note: Note) -> Path | None:
     folder, damaged = checkpoint.newest_valid(run_dir)
     for line in damaged:
         note(f"damaged checkpoint {line}")
+    return folder
+
+
+def _weights_of_run(run_dir: Path, folder: Path | None, note: Note) -> Load:
+    """Those of the newest whole checkpoint ``folder``; before the first one, those that the run began with."""
     start = run_dir / rundir.START
     if folder is not None:
         note(f"weights: {folder}")
