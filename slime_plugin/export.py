@@ -1,4 +1,4 @@
-"""In the place of slime's ``quantize_params``: the plan's codes and scales under ModelOpt's names.
+"""In the place of slime's ``quantize_params``: the plan's codes and scales, under ModelOpt's names or miniTE's.
 
 slime's own function passes BF16 through for every quant_method that it does not know, without a word. This one knows
 the plan: a tensor that the plan quantizes leaves as the bytes that `minite convert` writes, every other one as it is.
@@ -22,8 +22,9 @@ Named = list[tuple[str, Tensor]]
 class QuantizeParams:
     """Called by slime for every Megatron parameter, with its full Hugging Face tensors."""
 
-    def __init__(self, plan: PrecisionPlan, quantizer: Quantizer) -> None:
+    def __init__(self, plan: PrecisionPlan, quantizer: Quantizer, disk_names: bool = True) -> None:
         self.plan, self.quantizer = plan, quantizer
+        self.disk_names = disk_names  # ModelOpt's, for SGLang's own method; else those of sync/stored.py, for ours
 
     def __call__(
         self,
@@ -53,5 +54,5 @@ class QuantizeParams:
                     "scale; this model's names are not those that the plugin was made for"
                 )
             sent = quantize_group(members, {member.name: held.pop(member.name) for member in members}, self.quantizer)
-            result += to_disk("nvfp4", self.plan, sent, {}).items()
+            result += (to_disk("nvfp4", self.plan, sent, {}) if self.disk_names else sent).items()
         return result

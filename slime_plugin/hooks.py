@@ -10,6 +10,7 @@ import torch
 
 from minite.backends.registry import get_backend
 from minite.errors import UserError
+from minite.launch.engine import check_engine_directory
 from minite.launch.refuse import check_checkpoint
 from minite.losses.triage_state import TriageState
 from slime_plugin import loss, patches, state
@@ -29,12 +30,16 @@ _last_rollout: int | None = None
 def init(args: Any) -> None:
     """--custom-megatron-init-path: check what was launched, then patch. Before the model and the updater are made."""
     found = context(args)
-    check_checkpoint(Path(args.hf_checkpoint), found.plan)
+    own = found.config.slime.quantization == "minite"
+    (check_engine_directory if own else check_checkpoint)(Path(args.hf_checkpoint), found.plan)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The file formats' own backend is enough for te: its codes are made by the definition.
     backend = get_backend("auto" if found.plan.backend == "te" else found.plan.backend, device=device, strict=False)
-    patches.replace_quantize_params(QuantizeParams(found.plan, backend))
-    patches.reprocess_after_updates(found.plan)
+    patches.replace_quantize_params(QuantizeParams(found.plan, backend, disk_names=not own))
+    if own:
+        patches.prove_after_updates(found.plan, backend.name)
+    else:
+        patches.reprocess_after_updates(found.plan)
     logger.info("miniTE: plan %s, backend %s", found.plan.digest[:12], backend.name)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from minite.config import PrecisionPlan
 from minite.errors import UserError
+from slime_plugin.proving import proving
 
 SLIME = "624b824a (2026-08-21)"  # the version that was read
 _MEGATRON = "slime.backends.megatron_utils"
@@ -49,6 +50,16 @@ def reprocess_after_updates(plan: PrecisionPlan) -> None:
         updater = getattr(import_module(home), name)
         check_updater(updater)
         setattr(actor, name, reprocessing(updater))
+
+
+def prove_after_updates(plan: PrecisionPlan, backend: str) -> None:
+    """Make slime's colocated updater speak with miniTE's quantization method in the engines."""
+    actor, name = import_module(f"{_MEGATRON}.actor"), "UpdateWeightFromTensor"
+    updater = getattr(import_module(UPDATERS[name]), name)
+    check_signature(updater.__init__, UPDATER_PARAMETERS)
+    check_source(updater.update_weights, "self._hf_weight_iterator.get_hf_weight_chunks(")
+    check_signature(updater._send_hf_params, ("self", "hf_named_tensors"))
+    setattr(actor, name, proving(updater, plan, backend))
 
 
 def check_updater(updater: type[Any]) -> None:

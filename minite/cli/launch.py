@@ -15,7 +15,7 @@ def launch(args: argparse.Namespace) -> int:
     """Run a recipe in slime: write its arguments and start slime's own train.py as a Ray job."""
     from minite.config import load_recipe, resolve_plan
     from minite.config.env import megatron_dir, slime_dir
-    from minite.launch import files, refuse, resume
+    from minite.launch import engine, files, refuse, resume
 
     config = load_recipe(args.recipe, args.override)
     plan = resolve_plan(config)
@@ -32,9 +32,12 @@ def launch(args: argparse.Namespace) -> int:
         print(f"resume after rollout {found.rollout}: plan {plan.digest[:12]}, mean abs gap there {gap:.3g} nats")
     else:
         resume.check_new(config)
-    if not args.dry_run:
+    own = config.slime.quantization == "minite"
+    if not args.dry_run and not own:
         refuse.check_checkpoint(Path(config.slime.checkpoint or config.model.checkpoint or ""), plan)
     files.write(prepared, directory)
+    if own:
+        engine.copy_tokenizer(Path(config.model.checkpoint or ""), directory)
     print(prepared.files["command.sh"], end="")
     print(f"# written to {directory}")
     if args.dry_run:

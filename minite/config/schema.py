@@ -209,6 +209,7 @@ class MonitorConfig:
 class SlimeConfig:
     """What slime asks and the rest of the recipe does not say; read by `minite launch` only. See docs/slime.md."""
 
+    quantization: str = "modelopt"  # quantized linears of the engines: modelopt = SGLang's own | minite = our backends
     checkpoint: str | None = None  # HF directory that engines start from, of minite convert; None = model.checkpoint
     save: str = "checkpoints"  # directory of megatron checkpoints and of the data state; --resume reads it
     nodes: int = 1

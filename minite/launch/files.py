@@ -4,6 +4,7 @@ config.yaml         --custom-config-path: the recipe and the plan's digest, whic
 plan.json           the plan, for people: nothing of slime reads it
 runtime_env.yaml    environment of the Ray job, engines included
 te.yaml             only for backend te: megatron's --te-precision-config-file
+engine/             only for slime.quantization minite: what the engines start from
 command.sh          starts it
 """
 
@@ -21,9 +22,11 @@ import minite
 from minite.config import PrecisionPlan, RunConfig, config_to_dict
 from minite.config.env import third_party_env
 from minite.errors import UserError
-from minite.launch import te
+from minite.launch import engine, te
 from minite.launch.refuse import check
 from minite.launch.slime_args import Flags, slime_arguments, words
+
+BOOT = "slime_plugin.boot.setup"  # Ray imports it by name: minite never imports the plugin
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ def prepare(
     train_env = {name: value for name, value in env.items() if name.startswith("NVTE_")}
     own["--train-env-vars"] = json.dumps(train_env)
     decided = slime_arguments(config, plan)
+    job: dict[str, object] = {}
+    if config.slime.quantization == "minite":
+        files |= engine.engine_files(config, plan, directory)
+        decided |= {"--hf-checkpoint": str(directory / engine.DIRECTORY), **engine.engine_flags(config, plan)}
+        job["worker_process_setup_hook"] = BOOT
     check(config, plan, decided)
 
     paths = [slime_dir, *([megatron_dir] if megatron_dir else []), Path(minite.__file__).resolve().parents[1]]
@@ -57,7 +65,7 @@ def prepare(
         **{name: value for name, value in env.items() if name not in train_env},
     }
     files["config.yaml"] = _yaml({"minite": {"recipe": config_to_dict(config), "plan_digest": plan.digest}})
-    files["runtime_env.yaml"] = _yaml({"env_vars": job_env})
+    files["runtime_env.yaml"] = _yaml({"env_vars": job_env, **job})
     arguments = words({**decided, **own}) + list(config.slime.extra)
     command = ["ray", "job", "submit", f"--address={address}", "--runtime-env", str(directory / "runtime_env.yaml")]
     command += ["--", "python3", str(slime_dir / "train.py"), *arguments]
@@ -72,6 +80,7 @@ def write(launch: Launch, directory: Path) -> None:
     except FileExistsError:
         raise UserError(f"--out: {directory} exists; give a new directory") from None
     for name, text in launch.files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     (directory / "command.sh").chmod(0o755)
 

@@ -39,7 +39,9 @@ def check(config: RunConfig, plan: PrecisionPlan, decided: Collection[str]) -> N
     _check_layout(config)
     _check_extra(config, decided)
     _check_inputs(config, plan)
-    if any(entry.quantized for entry in plan):
+    if config.slime.quantization == "minite":
+        _check_own_engine(config, plan)
+    elif any(entry.quantized for entry in plan):
         quantization_config(plan)  # refuses what SGLang's loaders cannot be told
 
 
@@ -53,6 +55,7 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
         ("driver.ahead", config.driver.ahead, (0,), "train.py does not sample ahead"),
         ("correction.unhealthy", config.correction.unhealthy, ("warn", "stop"), "slime cannot skip a step"),
         ("precision.alignment", plan.alignment, ("off", "aligned"), "SGLang's sums have no fixed order"),
+        ("slime.quantization", config.slime.quantization, ("modelopt", "minite"), "SGLang knows no other of ours"),
     ):
         if got not in expected:
             words = " or ".join(map(str, expected))
@@ -64,12 +67,27 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
 def _check_inputs(config: RunConfig, plan: PrecisionPlan) -> None:
     """SGLang's NVFP4 experts scale their inputs by token, its other NVFP4 linears by one number of the checkpoint."""
     dense = next((e for e in plan if e.input != "bf16" and ".experts." not in e.name), None)
-    if plan.alignment == "aligned" and dense is not None:
+    native = config.slime.quantization == "modelopt"
+    if native and plan.alignment == "aligned" and dense is not None:
         raise UserError(
             f"{config.where('precision.alignment')}: precision.alignment is aligned, but {dense.name} ({dense.rule}) "
             f"has input {dense.input}: SGLang's own NVFP4 linears cannot scale by token, only its experts; "
-            "leave other linears in bf16, or set precision.alignment: off"
+            "leave other linears in bf16, set precision.alignment: off, or slime.quantization: minite"
         )
+
+
+def _check_own_engine(config: RunConfig, plan: PrecisionPlan) -> None:
+    for path, got, expected, why in (
+        ("slime.checkpoint", config.slime.checkpoint, None, "the engines start from the launch directory"),
+        ("slime.gpus_per_engine", config.slime.gpus_per_engine, 1, "slime's buckets are not cut for our method"),
+        ("driver.placement", config.driver.placement, "colocated", "only that updater of slime's carries our messages"),
+        ("precision.backend", plan.backend == "te", False, "Transformer Engine is no backend of an engine"),
+    ):
+        if got != expected:
+            raise UserError(
+                f"{config.where(path)}: {path} is {got!r} beside slime.quantization: minite, expected {expected!r}: "
+                f"{why}"
+            )
 
 
 def _check_layout(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ HOOKS: Flags = {
 
 
 def slime_arguments(config: RunConfig, plan: PrecisionPlan) -> Flags:
-    """Every argument that the recipe decides, but the two that name files of the launch directory."""
+    """Every argument that the recipe decides, but those that name files of the launch directory."""
     parts = (
         _model(config),
         _layout(config),
@@ -128,8 +128,9 @@ def _layout(config: RunConfig) -> Flags:
 
 def _checkpoints(config: RunConfig) -> Flags:
     """Without a checkpoint under --load slime starts from --ref-load, which must be BF16: it cannot read NVFP4."""
+    own = config.slime.quantization == "minite"  # the engines start from the launch directory
     return {
-        "--hf-checkpoint": _path(config.slime.checkpoint or config.model.checkpoint),
+        "--hf-checkpoint": None if own else _path(config.slime.checkpoint or config.model.checkpoint),
         "--ref-load": _path(config.model.checkpoint),
         "--load": _path(config.slime.save),
         "--save": _path(config.slime.save),
@@ -237,7 +238,8 @@ def _precision(config: RunConfig, plan: PrecisionPlan) -> Flags:
 
 
 def _engine(config: RunConfig, plan: PrecisionPlan) -> Flags:
-    experts = any(".experts." in entry.name and entry.input.startswith("nvfp4") for entry in plan)
+    native = config.slime.quantization == "modelopt"
+    experts = native and any(".experts." in entry.name and entry.input.startswith("nvfp4") for entry in plan)
     return {
         "--sglang-mem-fraction-static": config.slime.memory_fraction,
         "--sglang-max-running-requests": config.sampler.max_batch,
