@@ -56,6 +56,7 @@ def prepare(
         files |= engine.engine_files(config, plan, directory)
         decided |= {"--hf-checkpoint": str(directory / engine.DIRECTORY), **engine.engine_flags(config, plan)}
         job["worker_process_setup_hook"] = BOOT
+        env["SGLANG_SERVER_INFO_TIMEOUT"] = "60"  # [s]; an engine that answers later than this proves nothing
     check(config, plan, decided)
 
     paths = [slime_dir, *([megatron_dir] if megatron_dir else []), Path(minite.__file__).resolve().parents[1]]
