@@ -15,9 +15,31 @@ Operand = Tensor | QTensor  # a plain tensor is a BF16 (or FP32) operand
 class Fused(Protocol):
     """Stretches of a layer in fewer kernels, whose rows do not depend on the rows beside them. Forward only, bfloat16.
 
-    SwiGLU, combine and experts give the bits that ``layers.ops`` and the backend give step by step; the others sum in
-    an order of their own, the same in any batch. None means "not these operands": the caller goes step by step.
+    SwiGLU, route, combine and experts give the bits that ``layers.ops`` and the backend give step by step, on the same
+    device; the others have sums of their own, the same in any batch. None means "not these operands": the caller goes
+    step by step.
     """
+
+    def rms_norm(self, x: Tensor, w_K: Tensor, eps: float) -> Tensor | None: ...  # as ops.rms_norm
+
+    # (x + y, rms_norm of it), both [T, H]
+    def add_rms_norm(self, x_TH: Tensor, y_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor] | None: ...
+
+    # q, k, v of [T, heads + 2 KV heads, D]: rms_norm of the heads of q and k by ``norms`` (None: no norm), then
+    # ops.apply_rope. ``pools`` (keys, values [slots, KV heads, D], slots int64 [T]): k and v are written there, and k
+    # and v of the result are the pools.
+    def heads(
+        self,
+        qkv_THD: Tensor,
+        kv_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        pools: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
+    def route(self, logits_TE: Tensor, top: int) -> tuple[Tensor, Tensor] | None: ...  # as ops.route_topk, no replay
 
     def swiglu(self, gate_up_R2I: Tensor) -> Tensor | None: ...  # [R, I]; as ops.swiglu
 
@@ -26,6 +48,8 @@ class Fused(Protocol):
     def attention(
         self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float
     ) -> Tensor | None: ...  # as ops.attention
+
+    def decodes(self, heads: int, kv_heads: int, head_dim: int) -> bool: ...  # whether attention_decode takes these
 
     def attention_decode(
         self, q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float

@@ -131,7 +131,8 @@ def add(command: Command) -> None:
         help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
         "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread; "
         "on a GPU, at the shapes of Qwen3-30B-A3B: kernels (its quantizers, beside a copy), gemm (experts' GEMMs by "
-        "tokens), moe and layer (whole), sync (conversion of all experts), serve (a decode step as a CUDA graph); "
+        "tokens), moe and layer (whole), sync (conversion of all experts), serve (a decode step, and "
+        "1,024 generated tokens a request); "
         "learner: the roofline of one update on a GPU that need not be here, from shapes alone",
     )
     added.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (default: the tiny W4A4 recipe)")

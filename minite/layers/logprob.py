@@ -17,7 +17,9 @@ def log_softmax(logits_TV: Tensor, strict: bool, temperature: float | Tensor = 1
     work = work_dtype(strict)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(work)[:, None]
-    return torch.log_softmax(logits_TV.to(work) / temperature, dim=-1)
+    logits_TV = logits_TV.to(work)
+    scaled_TV = logits_TV if isinstance(temperature, float) and temperature == 1 else logits_TV / temperature
+    return torch.log_softmax(scaled_TV, dim=-1)
 
 
 def token_logprob(logits_TV: Tensor, target_T: Tensor, strict: bool, temperature: float | Tensor = 1.0) -> Tensor:

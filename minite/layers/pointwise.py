@@ -43,11 +43,33 @@ def round_output(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def rms_norm(x: Tensor, w_K: Tensor, eps: float, strict: bool) -> Tensor:
+class _FusedRmsNorm(torch.autograd.Function):
+    """The backend's kernel forward; backward the derivative in FP32, of the stored operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_K: Tensor, eps: float, fused: Fused) -> Tensor:
+        ctx.save_for_backward(x, w_K)
+        ctx.eps = eps
+        out = fused.rms_norm(x, w_K, eps)
+        return rms_norm(x, w_K, eps, strict=False) if out is None else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            out = rms_norm(*leaves, ctx.eps, strict=False)
+            return *torch.autograd.grad(out, leaves, grads[0]), None, None
+
+
+def rms_norm(x: Tensor, w_K: Tensor, eps: float, strict: bool, fused: Fused | None = None) -> Tensor:
     """w * x / sqrt(mean(x^2) + eps) over the last axis. x [..., K] -> same shape and dtype, rounded once.
 
     Hugging Face's Qwen3 rounds x / rms to the storage dtype before it multiplies by w; here there is one rounding.
+    ``fused``: the backend's kernel, which sums the squares exactly; not for strict.
     """
+    if fused is not None:
+        out: Tensor = _FusedRmsNorm.apply(x, w_K, eps, fused)
+        return out
     work = work_dtype(strict)
     return F.rms_norm(x.to(work), (x.shape[-1],), w_K.to(work), eps).to(x.dtype)
 

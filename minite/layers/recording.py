@@ -18,7 +18,7 @@ from minite.backends.recording import OpCall
 from minite.layers import ops
 
 
-def _rms_norm(out: Tensor, x: Tensor, w_K: Tensor, eps: float, strict: bool) -> OpCall:
+def _rms_norm(out: Tensor, x: Tensor, w_K: Tensor, eps: float, *_: Any) -> OpCall:
     return OpCall("rms_norm", {"x": x}, {"y": out}, parameters={"norm eps": eps, "norm weight": w_K})
 
 

@@ -89,13 +89,16 @@ def bind(model: GPTModel, plan: PrecisionPlan, backend: Backend, tp_group: torch
         hooks = AmaxHooks(shared_max, shared_max, partial if backend.strict and tp > 1 else None)
         return Matmul(entry.name, entry, backend, hooks)
 
-    model.output_layer.fused = backend.fused
+    model.output_layer.fused = model.decoder.final_layernorm.fused = backend.fused
     for i, layer in enumerate(model.decoder.layers):
         attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         qkv, gate_up = plan[f"{attn}.q_proj"], f"{mlp}.gate_up_proj"
         layer.self_attention.linear_qkv.matmul = rows_split(f"{attn}.qkv_proj", qkv, config.kv_channels)
         layer.self_attention.linear_proj.matmul = columns_split(plan[f"{attn}.o_proj"])
         layer.self_attention.core_attention.fused = backend.fused
+        layer.input_layernorm.fused = layer.pre_mlp_layernorm.fused = backend.fused
+        if config.qk_layernorm:
+            layer.self_attention.q_layernorm.fused = layer.self_attention.k_layernorm.fused = backend.fused
         if config.num_moe_experts is None:
             layer.mlp.linear_fc1.matmul = rows_split(gate_up, plan[f"{mlp}.gate_proj"], config.ffn_hidden_size // tp)
             layer.mlp.linear_fc2.matmul = columns_split(plan[f"{mlp}.down_proj"])

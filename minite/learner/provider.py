@@ -52,6 +52,8 @@ class PackedParams(PackedSeqParams):
 class RMSNorm(torch.nn.Module):
     """RMS norm over the last axis, for hidden states and for the heads of q and k."""
 
+    fused: Fused | None = None  # set by precision.bind
+
     def __init__(self, config: PolicyConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps, self.strict = eps, config.strict
@@ -60,7 +62,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps, self.strict)
+        return ops.rms_norm(x, self.weight, self.eps, self.strict, self.fused)
 
 
 class PackedAttention(torch.nn.Module):

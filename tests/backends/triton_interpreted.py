@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import EDGE_INPUTS, normal  # noqa: E402
 
-from minite.backends.triton import attention, packed, quantize, rounding, tiles  # noqa: E402
+from minite.backends.triton import attention, fused, heads, moe, packed, quantize, rounding, tiles  # noqa: E402
 from minite.backends.triton.grouped import tile_table  # noqa: E402
 from minite.formats import block_scaled, nvfp4  # noqa: E402
 from minite.layers import ops  # noqa: E402
@@ -33,6 +34,78 @@ def portable_bytes(y):
     code = ((bits + (bits >> 22) - 2) & 7) | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
     even, odd = tl.split(tl.reshape(code, (y.shape[0], y.shape[1], 4, 2)))
     return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def portable_rounded(x):
+    """fused.rounded without inline assembly; the interpreter's own conversion cuts off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def portable_exp(x):
+    """libdevice.exp, which the interpreter has not."""
+    return tl.exp(x)
+
+
+def exact_norm(x, w, eps):
+    """BF16, the definition: squares summed in float64, every other step rounded to float32."""
+    mean = x.double().square().sum(-1, keepdim=True).float() / x.shape[-1]
+    return (x.float() * (1 / (mean + eps).sqrt()) * w.float()).bfloat16()
+
+
+def norms_differ():
+    """Norm of a sum, then of heads with rotation and places for keys and values; rows that nobody may touch."""
+    failures = []
+    for rows, k in ((5, 48), (3, 2048), (4, 256)):
+        x, y, w = normal(rows, k), normal(rows, k, seed=1), normal(k, seed=2)
+        out = fused.rms_norm(x, w, 1e-6, ("plain",), y)
+        if not (out.total.equal(x + y) and out.plain.equal(exact_norm(x + y, w, 1e-6))):
+            failures.append(f"norm of a sum differs, K {k}")
+        if not fused.rms_norm(x, w, 1e-6, ("plain",)).plain.equal(exact_norm(x, w, 1e-6)):
+            failures.append(f"norm differs, K {k}")
+    for total, kv, dim, norms in ((8, 2, 16, True), (40, 4, 128, True), (12, 1, 64, False)):
+        qkv, weights = normal(3, total, dim), (normal(dim, seed=3), normal(dim, seed=4))
+        cos, sin = ops.rope_cos_sin(torch.tensor([0, 7, 4000]), dim, 1e4)
+        q, k, v = qkv.split((total - 2 * kv, kv, kv), dim=1)
+        if norms:
+            q, k = (exact_norm(t, w, 1e-6) for t, w in zip((q, k), weights, strict=True))
+        wanted = [ops.apply_rope(q, cos, sin, False), ops.apply_rope(k, cos, sin, False), v]
+        given = weights if norms else None
+        got = heads.heads(qkv, kv, given, 1e-6, cos, sin, None)
+        pools = [torch.full((9, kv, dim), 7.0, dtype=torch.bfloat16) for _ in range(2)]
+        slot = torch.tensor([4, 8, 0])
+        placed = heads.heads(qkv, kv, given, 1e-6, cos, sin, (*pools, slot))
+        free = [s for s in range(9) if s not in slot.tolist()]
+        good = all(a.equal(b) for a, b in zip(got, wanted, strict=True)) and placed[0].equal(wanted[0])
+        good &= pools[0][slot].equal(wanted[1]) and pools[1][slot].equal(wanted[2])
+        if not (good and all((pool[free] == 7).all() for pool in pools)):
+            failures.append(f"heads differ, {total} of {dim}")
+    return failures
+
+
+def routing_differs():
+    """Choice with ties, zeros of both signs and NaN; order of rows against a stable sort."""
+    failures = []
+    for tokens, experts, top in ((1, 4, 2), (37, 128, 8), (9, 100, 6), (600, 8, 1)):
+        logits = normal(tokens, experts, dtype=torch.float32).mul(4).round() / 4  # many ties
+        logits[logits == 0] *= torch.where(torch.arange(int((logits == 0).sum())) % 2 == 0, 1.0, -1.0)
+        logits[0, 1] = float("-inf")
+        prob, expert = moe.route(logits, top)
+        wanted_prob, wanted = ops.route_topk(logits, top)
+        if not (expert.equal(wanted) and (prob - wanted_prob).abs().max() < 2.0**-20):
+            failures.append(f"route of {experts} differs")
+        routing = moe.Routing.of(expert, experts)
+        flat, slot = expert.flatten().sort(stable=True)
+        good = routing.token_R.equal(slot // top) and routing.rows_E.equal(torch.bincount(flat, minlength=experts))
+        good &= routing.position_Tk.flatten()[slot].equal(torch.arange(tokens * top, dtype=torch.int32))
+        x, amax = normal(tokens, 48), normal(tokens, dtype=torch.float32)
+        rows, scales = routing.spread(x, amax)
+        if not (good and rows.equal(x[routing.token_R]) and scales.equal(amax[routing.token_R])):
+            failures.append(f"rows of {experts} differ")
+    broken = torch.full((2, 8), float("nan"))
+    return failures + ([] if moe.route(broken, 3)[1].tolist() == [[0, 1, 2]] * 2 else ["route of NaN differs"])
 
 
 def differences(x, block, outer):
@@ -106,7 +179,8 @@ def attention_differs():
 
 
 def main():
-    tiles.e2m1_bytes = portable_bytes
+    tiles.e2m1_bytes, moe.libdevice = portable_bytes, SimpleNamespace(exp=portable_exp)
+    fused.rounded = heads.rounded = portable_rounded
     failures, count = [], 0
     for name, make in EDGE_INPUTS.items():
         for block, outer, dtype in (
@@ -119,8 +193,8 @@ def main():
                 count += 1
     failures += differences(normal(3, 16, 64), (1, 16), "expert") + differences(normal(2, 768), (1, 16), "row")
     failures += differences(normal(0, 64), (1, 16), "row") + differences(normal(2, 2064), (1, 16), "row")
-    failures += packing_differs() + table_differs() + attention_differs()
-    print("\n".join([*failures, f"{count + 7} cases, {len(failures)} failures"]))
+    failures += packing_differs() + table_differs() + attention_differs() + norms_differ() + routing_differs()
+    print("\n".join([*failures, f"{count + 9} cases, {len(failures)} failures"]))
     sys.exit(bool(failures))
 
 

@@ -74,8 +74,12 @@ def _attention_kernel(
 
 def fits(q_THD: Tensor, kv_heads: int) -> bool:
     """Whether the kernel takes these queries."""
-    heads, dim = q_THD.shape[1:]
-    return q_THD.dtype == torch.bfloat16 and dim in _HEAD_DIMS and heads // kv_heads <= _ROWS
+    return q_THD.dtype == torch.bfloat16 and takes(q_THD.shape[1], kv_heads, q_THD.shape[2])
+
+
+def takes(heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether the kernel takes heads of this number and size."""
+    return dim in _HEAD_DIMS and heads // kv_heads <= _ROWS
 
 
 def attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:

@@ -1,7 +1,8 @@
 """What stands between the GEMMs of a block, fused with the quantizer of the next one: RMS norm and SwiGLU.
 
 Each rounds its result to BF16 where layers.pointwise does and quantizes what was rounded. Their arithmetic is FP32 and
-in the order stated; only the sum of squares has an order of its own.
+in the order stated. Squares of BF16 numbers are summed in FP64, which holds such a sum exactly unless the numbers span
+more than 2^14: so a norm has one value, whatever the order, the kernel and the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ROUND_ASM = tl.constexpr("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $
 
 
 @triton.jit
-def _rounded(x):
+def rounded(x):
     """float32 rounded to BF16, two at a time; still float32."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.inline_asm_elementwise(_ROUND_ASM, "=&r,=r,r,r", [bits], dtype=tl.int32, is_pure=True, pack=2)
@@ -40,7 +41,7 @@ def _silu_times(gate, up):
     q = a * r
     q = tl.fma(tl.fma(-b, q, a), r, q)
     q = tl.fma(tl.fma(-b, q, a), r, q)
-    return _rounded(tl.where(b == float("inf"), a * 0.0, q) * up)
+    return rounded(tl.where(b == float("inf"), a * 0.0, q) * up)
 
 
 @triton.jit
@@ -81,26 +82,42 @@ def _load_weight(weight, c, K, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def squares(x):
+    """float64 x^2 of float32 that hold BF16 numbers."""
+    return x.to(tl.float64) * x.to(tl.float64)
+
+
+@triton.jit
+def inverse_rms(square, K, eps):
+    """1 / sqrt(mean + eps) of sums of squares float64 [rows]: float32."""
+    one = tl.full(square.shape, 1.0, tl.float32)
+    return tl.div_rn(one, tl.sqrt_rn(tl.div_rn(square.to(tl.float32), one * K) + eps))
+
+
+@triton.jit
 def _rms_norm_kernel(
-    x, weight, eps, plain, amax, codes, scales, values, rows, K,
+    x, addend, weight, eps, total, plain, amax, codes, scales, values, rows, K,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     halves = ()
-    square = tl.zeros((ROWS,), tl.float32)
+    square = tl.zeros((ROWS,), tl.float64)
     for c in tl.static_range(CHUNKS):
         block, inside = block_index(row, rows, c, K, BLOCKS, EVEN)
         low, high = load_blocks(x, block, inside)
-        square += tl.sum(tl.sum(tl.fma(high, high, low * low), 2), 1)
+        if addend is not None:
+            more_low, more_high = load_blocks(addend, block, inside)
+            low, high = rounded(low + more_low), rounded(high + more_high)
+            store_blocks(total, low, high, block, inside)
+        square += tl.sum(tl.sum(squares(low) + squares(high), 2), 1)
         halves = halves + (low, high)
-    one = tl.full((ROWS,), 1.0, tl.float32)
-    inverse = tl.div_rn(one, tl.sqrt_rn(tl.div_rn(square, one * K) + eps))[:, None, None]
+    inverse = inverse_rms(square, K, eps)[:, None, None]
     outer = tl.zeros((ROWS,), tl.float32)
     normed = ()
     for c in tl.static_range(CHUNKS):
         weight_low, weight_high = _load_weight(weight, c, K, BLOCKS, EVEN)
-        low = _rounded(halves[2 * c] * inverse * weight_low)
-        high = _rounded(halves[2 * c + 1] * inverse * weight_high)
+        low = rounded(halves[2 * c] * inverse * weight_low)
+        high = rounded(halves[2 * c + 1] * inverse * weight_high)
         outer = max_nan(outer, chunk_amax(low, high))
         normed = normed + (low, high)
     if amax is not None:
@@ -127,6 +144,7 @@ class Outputs:
         self.values = new("values", k, torch.bfloat16)  # codes x block scales
         quantized = self.codes is not None or self.values is not None
         self.amax = torch.empty(rows, dtype=torch.float32, device=device) if quantized else None
+        self.total: Tensor | None = None  # of rms_norm with an addend
 
 
 def swiglu(gate_up_RK: Tensor, wanted: tuple[str, ...], factor_R: Tensor | None = None) -> Outputs:
@@ -141,13 +159,17 @@ def swiglu(gate_up_RK: Tensor, wanted: tuple[str, ...], factor_R: Tensor | None 
     return out
 
 
-def rms_norm(x_TK: Tensor, weight_K: Tensor, eps: float, wanted: tuple[str, ...]) -> Outputs:
-    """weight * x / sqrt(mean(x^2) + eps) of BF16 [T, K], row-scaled."""
+def rms_norm(
+    x_TK: Tensor, weight_K: Tensor, eps: float, wanted: tuple[str, ...], addend_TK: Tensor | None = None
+) -> Outputs:
+    """weight * x / sqrt(mean(x^2) + eps) of BF16 [T, K], row-scaled. x is ``total``, x + addend rounded, if given."""
     rows, k = x_TK.shape
     out = Outputs(wanted, rows, k, x_TK.device)
+    out.total = None if addend_TK is None else torch.empty_like(x_TK)
     if rows:
         tiles = Tiles.whole_rows(k, blocks_per_thread=2 if out.codes is None else 4)
         _rms_norm_kernel[(triton.cdiv(rows, tiles.rows),)](
-            x_TK, weight_K, eps, out.plain, out.amax, out.codes, out.scales, out.values, rows, k, **tiles.constants
-        )
+            x_TK, addend_TK, weight_K, eps, out.total, out.plain, out.amax, out.codes, out.scales, out.values, rows, k,
+            **tiles.constants,
+        )  # fmt: skip
     return out

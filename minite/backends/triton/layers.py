@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minite.backends.reference import Prepared
-from minite.backends.triton import attention, fused, moe
+from minite.backends.triton import attention, fused, heads, moe
 from minite.backends.triton.quantize import fake_quantize
 from minite.formats.nvfp4 import OUTER_MAX
 
@@ -21,6 +21,42 @@ class FusedLayers:
 
     def __init__(self, backend: TritonBackend) -> None:
         self._backend = backend
+
+    def rms_norm(self, x: Tensor, w_K: Tensor, eps: float) -> Tensor | None:
+        """As layers.ops.rms_norm, with exact sums."""
+        if not _normed(x, w_K):
+            return None
+        return _plain(fused.rms_norm(x.reshape(-1, x.shape[-1]), w_K, eps, ("plain",))).view(x.shape)
+
+    def add_rms_norm(self, x_TH: Tensor, y_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """(x + y, rms_norm of it)."""
+        if not _normed(x_TH, w_H) or y_TH.dtype != torch.bfloat16:
+            return None
+        out = fused.rms_norm(x_TH.contiguous(), w_H, eps, ("plain",), y_TH.contiguous())
+        assert out.total is not None
+        return out.total, _plain(out)
+
+    def heads(
+        self,
+        qkv_THD: Tensor,
+        kv_heads: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        pools: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As rms_norm of the heads of q and k, layers.ops.apply_rope, and the copy to the pools."""
+        stored = qkv_THD.dtype if pools is None else pools[0].dtype
+        if qkv_THD.dtype != torch.bfloat16 or stored != torch.bfloat16 or not heads.fits(qkv_THD.shape[-1]):
+            return None
+        return heads.heads(qkv_THD.contiguous(), kv_heads, norms, eps, cos, sin, pools)
+
+    def route(self, logits_TE: Tensor, top: int) -> tuple[Tensor, Tensor] | None:
+        """As layers.ops.route_topk without replay."""
+        if logits_TE.dtype != torch.float32 or not moe.routes(logits_TE.shape[1], top):
+            return None
+        return moe.route(logits_TE.contiguous(), top)
 
     def swiglu(self, gate_up_R2I: Tensor) -> Tensor | None:
         """As layers.ops.swiglu."""
@@ -39,6 +75,10 @@ class FusedLayers:
         if not attention.fits(q_THD, k_THD.shape[1]):
             return None
         return attention.attention(q_THD, k_THD, v_THD, cu_seqlens.to(q_THD.device), scale)
+
+    def decodes(self, heads: int, kv_heads: int, head_dim: int) -> bool:
+        """Whether attention_decode takes BF16 queries of this shape."""
+        return attention.takes(heads, kv_heads, head_dim)
 
     def attention_decode(
         self, q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float
@@ -75,15 +115,24 @@ class FusedLayers:
         if x_TH.dtype != torch.bfloat16 or x_TH.shape[1] % 16 or not set(inputs) <= {"nvfp4_row", "bf16"}:
             return None
         routing = moe.Routing.of(expert_Tk, num_experts)
-        token_R, product = routing.token_R, self._backend.grouped_gemm
+        product = self._backend.grouped_gemm
         if inputs[0] == "nvfp4_row":
-            values_TH, amax_T = fake_quantize(x_TH, "row")
-            x_RH = Prepared(values_TH[token_R], amax_T[token_R], OUTER_MAX)
+            x_RH = Prepared(*routing.spread(*fake_quantize(x_TH, "row")), OUTER_MAX)
         else:
-            x_RH = Prepared(x_TH[token_R], None)
+            x_RH = Prepared(*routing.spread(x_TH.contiguous(), None))
         gate_up_R2I = product(x_RH, gate_up, routing.rows_E, torch.bfloat16)
         if gate_up_R2I.shape[1] % 32:
             return None
         h = fused.swiglu(gate_up_R2I, ("values",) if inputs[1] == "nvfp4_row" else ("plain",))
         h_RI = Prepared(h.plain, None) if h.values is None else Prepared(h.values, h.amax, OUTER_MAX)
         return moe.combine(product(h_RI, down, routing.rows_E, torch.bfloat16), prob_Tk.float(), routing.position_Tk)
+
+
+def _normed(x: Tensor, w_K: Tensor) -> bool:
+    """Whether fused.rms_norm takes these."""
+    return x.dtype == w_K.dtype == torch.bfloat16 and x.shape[-1] % 16 == 0
+
+
+def _plain(out: fused.Outputs) -> Tensor:
+    assert out.plain is not None
+    return out.plain

@@ -25,11 +25,14 @@ def graphed(run: Run) -> Run:
     return graph.replay
 
 
-def medians(runs: dict[str, Run], repeats: int = 20) -> dict[str, float]:
-    """Median milliseconds of each run, in forward order and backward order by turns. The L2 cache is flushed before."""
-    graphs = {name: graphed(run) for name, run in runs.items()}
+def medians(runs: dict[str, Run], repeats: int = 20, graphs: dict[str, Run] | None = None) -> dict[str, float]:
+    """Median milliseconds of each run, in forward order and backward order by turns. The L2 cache is flushed before.
+
+    graphs: replays of graphs captured elsewhere, beside those of ``runs``.
+    """
+    graphs = {name: graphed(run) for name, run in runs.items()} | (graphs or {})
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(repeats + 1):
         for name in list(graphs) if turn % 2 else list(reversed(graphs)):
             elapsed = _timed(graphs[name], flush)

@@ -1,39 +1,48 @@
-"""A decode step of Qwen3-30B-A3B with random weights on one GPU, W4A4 beside BF16: `minite bench serve`.
+"""Serving Qwen3-30B-A3B with random weights on one GPU, W4A4 beside BF16: `minite bench serve`.
 
-One token for each sequence of a batch over 1,024 tokens of context: embedding, 48 layers, LM head, arg max. A step is
-replayed as a CUDA graph. The engine itself launches its kernels one by one yet, so this is what it could reach.
+By batch: a decode step over 1,024 tokens of context (median of replays of the engine's own CUDA graph), and a run of
+1,024 generated tokens a request through the engine, drawn at temperature 1: sampling and all work of the host is in it.
+One model after the other: both do not fit on one GPU with their caches.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
+import time
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from minite.backends.registry import get_backend
-from minite.backends.triton.timing import Run, medians
-from minite.config import RunConfig, load_recipe, resolve_plan
+from minite.backends.triton.timing import medians
+from minite.config import load_recipe, resolve_plan
 from minite.config.load import shipped
-from minite.sampler.embedded.kv_cache import Decode, KVCache
-from minite.sampler.embedded.model import Model
+from minite.config.schema import RunConfig
+from minite.sampler.embedded.engine import EmbeddedEngine
+from minite.sampler.engine import Request, SamplingParams
+from minite.types import WeightVersion
 
 RECIPES = {"BF16": "qwen3_30b_a3b_bf16_grpo.yaml", "W4A4": "qwen3_30b_a3b_w4a4_grpo.yaml"}
-BATCHES, CONTEXT = (1, 16, 64, 256), 1024
+BATCHES, CONTEXT, PROMPT = (1, 16, 64, 256), 1024, 16  # context: of the step; new tokens of the run
+Row = dict[str, float | str]
 
 
-def random_model(config: RunConfig, device: torch.device) -> Model:
-    """The recipe's model with random weights, made on the device in the form in which a sampler is sent them."""
-    backend = get_backend("auto", device=device, strict=False)
-    model = Model(resolve_plan(config), config.model, backend, device)
-    linears = model.weights.linears
-    in_linears = {name for linear in linears for name in linear.views}
-    for name, tensor in model.weights.views.items():
+def random_engine(config: RunConfig, batch: int, length: int) -> EmbeddedEngine:
+    """The recipe's engine for ``batch`` requests of ``length`` tokens, its random weights made on the device."""
+    sampler = replace(config.sampler, max_batch=batch, kv_tokens=batch * length)
+    engine = EmbeddedEngine(replace(config, sampler=sampler), resolve_plan(config), "cuda")
+    weights = engine.model.weights
+    in_linears = {name for linear in weights.linears for name in linear.views}
+    for name, tensor in weights.views.items():
         if name not in in_linears:
             _fill(tensor)
-    for linear in linears:
+    for linear in weights.linears:
         for buffer in linear.buffers.values():
             _fill(buffer)
-    model.prepare()
-    return model
+    engine.model.prepare()
+    engine._version = WeightVersion(0, engine.plan.digest, "random")
+    return engine
 
 
 def _fill(tensor: Tensor) -> None:
@@ -49,31 +58,52 @@ def _fill(tensor: Tensor) -> None:
         tensor.normal_(std=0.03)
 
 
-def measure(batches: tuple[int, ...] = BATCHES, context: int = CONTEXT) -> list[dict[str, float | str]]:
-    """Times of a step by batch, the bytes of weights held, and tokens per second."""
-    configs = {name: load_recipe(shipped(recipe)) for name, recipe in RECIPES.items()}
-    models, held = {}, {}
-    for name, config in configs.items():
+def measure(batches: tuple[int, ...] = BATCHES, tokens: int = CONTEXT, layers: int | None = None) -> list[Row]:
+    """Times by batch and model, with the memory. layers: fewer of them, to try this out."""
+    rows: list[Row] = []
+    for name, recipe in RECIPES.items():
+        config = load_recipe(shipped(recipe), [] if layers is None else [f"model.num_layers={layers}"])
         before = torch.cuda.memory_allocated()
-        models[name] = random_model(config, torch.device("cuda"))
-        held[name] = (torch.cuda.memory_allocated() - before) / 1e9
-    shape = configs["BF16"].model
-    cache = KVCache(shape, "bf16", max(batches) * context, torch.bfloat16, torch.device("cuda"))
-    for pool in (*cache.k, *cache.v):
+        engine = random_engine(config, max(batches), PROMPT + tokens)
+        cache = sum(pool.nbytes for pool in (*engine.cache.k, *engine.cache.v))
+        held = torch.cuda.memory_allocated() - before - cache
+        for batch in batches:
+            step, rate = step_time(engine, batch, tokens), generated(engine, batch, tokens)
+            print(f"{name}, batch {batch}: step {step:.2f} ms, {rate:.0f} tokens/s", file=sys.stderr)
+            rows.append({"batch": batch, "run": name, "step ms": step, "tokens/s": rate, "weights GB": held / 1e9})
+            rows[-1] |= {"cache GB": cache / 1e9}
+        assert engine.graphs is not None
+        for row in rows[-len(batches) :]:
+            row["graphs GB"] = engine.graphs.bytes / 1e9
+        del engine
+        gc.collect()  # an engine and its graphs hold each other
+        torch.cuda.empty_cache()
+    base = {row["batch"]: row for row in rows if row["run"] == "BF16"}
+    for row in rows:
+        row["step speedup"] = float(base[row["batch"]]["step ms"]) / float(row["step ms"])
+        row["speedup"] = float(row["tokens/s"]) / float(base[row["batch"]]["tokens/s"])
+    return sorted(rows, key=lambda row: float(row["batch"]))
+
+
+def step_time(engine: EmbeddedEngine, batch: int, context: int) -> float:
+    """Median of replays of a decode step [ms], each sequence with ``context`` tokens."""
+    assert engine.graphs is not None
+    for pool in (*engine.cache.k, *engine.cache.v):
         pool.normal_()
-    rows: list[dict[str, float | str]] = []
-    for batch in batches:
-        length_B = torch.full((batch,), context, device="cuda")
-        slot_B = torch.arange(1, batch + 1, device="cuda") * context - 1
-        token_B = torch.randint(0, shape.vocab_size, (batch,), device="cuda")
+    slots = [(i + 1) * context - 1 for i in range(batch)]
+    engine.graphs.decode([i % 1000 for i in range(batch)], [context] * batch, slots)
+    size = next(s for s in engine.graphs.sizes if s >= batch)
+    return medians({}, 8, {"step": engine.graphs.captured(size).graph.replay})["step"]
 
-        def step(model: Model, token_B: Tensor = token_B, slot_B: Tensor = slot_B, length_B: Tensor = length_B) -> Run:
-            attend = Decode(cache, slot_B, slot_B, length_B, shape.head_dim**-0.5, False, model.fused)
-            return lambda: model.forward(token_B, length_B - 1, attend, None)[0].argmax(-1)
 
-        times = medians({name: step(model) for name, model in models.items()}, repeats=8)
-        rows += [
-            {"batch": batch, "run": name, "step ms": ms, "tokens/s": 1e3 * batch / ms, "speedup": times["BF16"] / ms,
-             "weights GB": held[name]} for name, ms in times.items()
-        ]  # fmt: skip
-    return rows
+def generated(engine: EmbeddedEngine, batch: int, tokens: int) -> float:
+    """Tokens per second of ``batch`` requests that generate ``tokens`` each; prefill of their prompts included."""
+    elapsed = 0.0
+    for new in (2, tokens):  # the first warms up
+        prompts = torch.randint(0, engine.config.model.vocab_size, (batch, PROMPT)).tolist()
+        requests = [Request(str(i), tuple(p), SamplingParams(new, seed=i)) for i, p in enumerate(prompts)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.generate(requests)
+        elapsed = time.perf_counter() - start
+    return batch * tokens / elapsed

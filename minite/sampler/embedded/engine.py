@@ -14,6 +14,7 @@ from minite.config.plan import PrecisionPlan
 from minite.config.schema import RunConfig
 from minite.errors import UserError
 from minite.layers import ops
+from minite.sampler.embedded.graphs import DecodeGraphs
 from minite.sampler.embedded.kv_cache import Decode, KVCache, Prefill, Score
 from minite.sampler.embedded.model import Model
 from minite.sampler.embedded.sampling import BatchParams, request_seed, sample, uniform
@@ -49,6 +50,9 @@ class EmbeddedEngine:
         self.cache = KVCache(model, plan.kv_cache, sampler.kv_tokens, self.model.dtype, self.device)
         self.scheduler = Scheduler(sampler, model, PREFILL_TOKENS)
         self.scale = model.head_dim**-0.5
+        graphed = self.model.step_by_step() is None
+        self.graphs = DecodeGraphs(self.model, self.cache, self.scale, sampler.max_batch) if graphed else None
+        self._params: tuple[list[Sequence], BatchParams] | None = None  # of the sequences last sampled
         self._stats = EngineStats(kv_tokens_total=sampler.kv_tokens)
         self._version: WeightVersion | None = None  # of the weights that may be used
         self._incoming: WeightVersion | None = None  # of the update under way
@@ -140,8 +144,12 @@ class EmbeddedEngine:
         return logits_PV[prompt_B]
 
     def _decode(self, batch: list[Sequence]) -> Tensor:
-        """One token more for each. Logits after it: [B, V]."""
+        """One token more for each. Logits after it: [B, V], valid until the next step."""
+        self._stats.decode_steps += 1
         lengths = [s.length for s in batch]
+        if self.graphs is not None and self.model.fused is not None:
+            slots = [s.start + length - 1 for s, length in zip(batch, lengths, strict=True)]
+            return self.graphs.decode([s.tokens[-1] for s in batch], lengths, slots)
         length_B, start_B = self._tensor(lengths), self._tensor([s.start for s in batch])
         slot_B = start_B + length_B - 1
         span_L = torch.arange(max(lengths), device=self.device)
@@ -151,12 +159,14 @@ class EmbeddedEngine:
         logits_BV, expert_BLk = self.model.forward(token_B, length_B - 1, attend, None)
         if expert_BLk is not None:
             self.cache.experts[slot_B] = expert_BLk
-        self._stats.decode_steps += 1
         return logits_BV
 
     def _sample(self, batch: list[Sequence], logits_BV: Tensor) -> None:
         """Draw the next token of every sequence and append it."""
-        params = BatchParams.of([s.request.params for s in batch], logits_BV.shape[1], self.device)
+        if self._params is None or self._params[0] != batch:  # a batch stays the same over many steps
+            made = BatchParams.of([s.request.params for s in batch], logits_BV.shape[1], self.device)
+            self._params = (list(batch), made)
+        params = self._params[1]
         seed_B = np.array([s.seed for s in batch], dtype=np.uint64)
         position_B = np.array([s.length for s in batch], dtype=np.uint64)
         uniform_B = torch.from_numpy(uniform(seed_B, position_B)).to(self.device)

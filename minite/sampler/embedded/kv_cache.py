@@ -54,12 +54,13 @@ class KVCache:
 
     def __init__(self, model: ModelConfig, kv_cache: str, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.fp8, self.dtype, self.slots = kv_cache == "fp8", dtype, slots
-        shape = (slots, model.num_kv_heads, model.head_dim)
+        shape = (slots + 1, model.num_kv_heads, model.head_dim)  # the last: for rows that only pad a batch
         stored = torch.float8_e4m3fn if self.fp8 else dtype
         self.k = [torch.zeros(shape, dtype=stored, device=device) for _ in range(model.num_layers)]
         self.v = [torch.zeros(shape, dtype=stored, device=device) for _ in range(model.num_layers)]
         moe_layers = model.num_layers if model.num_experts else 0
-        self.experts = torch.full((slots, moe_layers, model.experts_per_token), -1, dtype=torch.int16, device=device)
+        chosen = (slots + 1, moe_layers, model.experts_per_token)
+        self.experts = torch.full(chosen, -1, dtype=torch.int16, device=device)
 
     def stored(self, x_THD: Tensor) -> Tensor:
         """Keys or values in the form the cache holds."""
@@ -89,6 +90,9 @@ class Prefill:
     strict: bool
     fused: Fused | None = None
 
+    def pools(self, layer: int) -> None:
+        """None: nothing is written at once."""
+
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         k_THD, v_THD = self.cache.stored(k_THD), self.cache.stored(v_THD)
         self.cache.k[layer][self.slot_N], self.cache.v[layer][self.slot_N] = k_THD[self.source_N], v_THD[self.source_N]
@@ -106,6 +110,9 @@ class Score:
     strict: bool
     fused: Fused | None = None
 
+    def pools(self, layer: int) -> None:
+        """None: nothing is written at once."""
+
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         k_THD, v_THD = (self.cache.read(self.cache.stored(x_THD)) for x_THD in (k_THD, v_THD))
         return ops.attention(q_THD, k_THD, v_THD, self.cu_seqlens, self.scale, self.strict, self.fused)
@@ -117,19 +124,26 @@ class Decode:
 
     cache: KVCache
     slot_B: Tensor  # of the new tokens
-    slot_BL: Tensor  # of all tokens so far, L up to the longest; what lies beyond a sequence's length is not used
+    # of all tokens so far, L up to the longest; what lies beyond a sequence's length is not used. None: fused only
+    slot_BL: Tensor | None
     length_B: Tensor
     scale: float
     strict: bool
     fused: Fused | None = None
 
+    def pools(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where new keys and values go as they are."""
+        return None if self.cache.fp8 else (self.cache.k[layer], self.cache.v[layer], self.slot_B)
+
     def __call__(self, layer: int, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
         k_pool, v_pool = self.cache.k[layer], self.cache.v[layer]
-        k_pool[self.slot_B], v_pool[self.slot_B] = self.cache.stored(k_BHD), self.cache.stored(v_BHD)
+        if k_BHD is not k_pool:
+            k_pool[self.slot_B], v_pool[self.slot_B] = self.cache.stored(k_BHD), self.cache.stored(v_BHD)
         if self.fused is not None:
             first_B = self.slot_B - self.length_B + 1
             out_BHD = self.fused.attention_decode(q_BHD, k_pool, v_pool, first_B, self.length_B, self.scale)
             if out_BHD is not None:
                 return out_BHD
+        assert self.slot_BL is not None, "a backend that decodes these heads did not"
         k_BLHD, v_BLHD = k_pool[self.slot_BL], v_pool[self.slot_BL]
         return ops.attention_decode(q_BHD, k_BLHD, v_BLHD, self.length_B, self.scale, self.strict)

@@ -6,12 +6,13 @@ values and returns the attention output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minite.backends.base import Backend
+from minite.backends.refresh import addresses
 from minite.config.plan import PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.layers import ops
@@ -19,7 +20,16 @@ from minite.layers.linear import check_supported
 from minite.models import get_model
 from minite.sampler.embedded.weights import Linear, Weights
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output, all [T, heads, D]
+Pools = tuple[Tensor, Tensor, Tensor]  # keys and values [slots, KV heads, D] of a layer, slots int64 [T] of new ones
+
+
+class Attend(Protocol):
+    """Attention with its keys and values."""
+
+    def pools(self, layer: int) -> Pools | None: ...  # where new keys and values may be written at once
+
+    # attention output [T, heads, D]; k and v are the pools where they were written at once
+    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
 
 
 class Layer:
@@ -29,7 +39,8 @@ class Layer:
         prefix = f"model.layers.{index}"
         self.input_norm = weights.plain(f"{prefix}.input_layernorm.weight")
         has_norm = get_model(model.kind).qk_norm
-        self.qk_norm = [weights.plain(f"{prefix}.self_attn.{x}_norm.weight") for x in "qk"] if has_norm else None
+        q_norm, k_norm = (f"{prefix}.self_attn.{x}_norm.weight" for x in "qk")
+        self.qk_norm = (weights.plain(q_norm), weights.plain(k_norm)) if has_norm else None
         self.mlp_norm = weights.plain(f"{prefix}.post_attention_layernorm.weight")
         self.qkv = weights.linear(*(f"{prefix}.self_attn.{x}_proj" for x in "qkv"))
         self.o = weights.linear(f"{prefix}.self_attn.o_proj")
@@ -48,7 +59,7 @@ class Model:
     """The network over the weights of one engine. UserError when the backend lacks a GEMM that the plan needs."""
 
     def __init__(self, plan: PrecisionPlan, model: ModelConfig, backend: Backend, device: torch.device) -> None:
-        self.config, self.backend, self.strict = model, backend, plan.alignment == "strict"
+        self.config, self.backend, self.strict, self.device = model, backend, plan.alignment == "strict", device
         self.fused = backend.fused
         self.logits_dtype = torch.bfloat16 if plan.lm_head_dtype == "bf16" else None
         self.weights = Weights(plan, model, device)
@@ -62,12 +73,26 @@ class Model:
         self.lm_head = self.embedding if model.tie_word_embeddings else self.weights.plain("lm_head.weight")
 
     def prepare(self) -> None:
-        """To be called when new weights are in."""
+        """To be called when new weights are in. They lie where the old ones lay, or ``addresses`` changes."""
         for linear in self.weights.linears:
             linear.prepare(self.backend)
+        self.addresses = tuple(at for linear in self.weights.linears for at in addresses(linear.prepared))
         # kept in the dtype that wide_linear computes in, so that it need not convert them at every step
         as_stored = self.fused is not None and self.dtype == torch.bfloat16
         self.wide_lm_head = self.lm_head if as_stored else self.lm_head.to(ops.work_dtype(self.strict))
+
+    def step_by_step(self) -> str | None:
+        """Why a decode step cannot be a CUDA graph here; None: it can, and rows know nothing of each other."""
+        inputs = {linear.input_operand for linear in self.weights.linears} - {"nvfp4_row", "bf16"}
+        if self.device.type != "cuda":
+            return f"CUDA graphs need a CUDA device; this is {self.device}"
+        if self.fused is None or self.dtype != torch.bfloat16:
+            return f"backend {self.backend.name} has no fused kernels for {self.dtype}; its steps wait for the device"
+        if inputs:
+            return f"inputs {', '.join(sorted(inputs))} are quantized step by step or by batch"
+        if not self.fused.decodes(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim):
+            return f"no fused attention for heads of {self.config.head_dim}"
+        return None
 
     @torch.inference_mode()
     def forward(
@@ -78,37 +103,53 @@ class Model:
         token_T, position_T int64 [T]. Returns logits float32 (float64 in strict mode) [B, V], and expert ids int16
         [T, MoE layers, k], None for a dense model.
         """
-        config, strict, eps = self.config, self.strict, self.config.rms_norm_eps
+        config = self.config
         cos, sin = ops.rope_cos_sin(position_T, config.head_dim, config.rope_theta)
-        x_TH = self.embedding[token_T]
+        x_TH, y_TH = self.embedding[token_T], None
         chosen: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, ops.rms_norm(x_TH, layer.input_norm, eps, strict))
-            if layer.qk_norm is not None:
-                q, k = (ops.rms_norm(x, norm, eps, strict) for x, norm in zip((q, k), layer.qk_norm, strict=True))
-            q, k = (ops.apply_rope(x, cos, sin, strict) for x in (q, k))
-            x_TH = x_TH + self._linear(layer.o, attend(i, q, k, v).flatten(1))
-            h_TH = ops.rms_norm(x_TH, layer.mlp_norm, eps, strict)
+            x_TH, h_TH = self._add_norm(x_TH, y_TH, layer.input_norm)
+            q, k, v = self._heads(layer, h_TH, cos, sin, attend.pools(i))
+            x_TH, h_TH = self._add_norm(x_TH, self._linear(layer.o, attend(i, q, k, v).flatten(1)), layer.mlp_norm)
             if config.num_experts:
                 y_TH, expert_Tk = self._moe(layer, h_TH)
-                chosen.append(expert_Tk.to(torch.int16))
+                chosen.append(expert_Tk)
             else:
-                y_TH = self._linear(layer.down, ops.swiglu(self._linear(layer.gate_up, h_TH), strict, self.fused))
-            x_TH = x_TH + y_TH
+                y_TH = self._linear(layer.down, ops.swiglu(self._linear(layer.gate_up, h_TH), self.strict, self.fused))
+        assert y_TH is not None
         if last_B is not None:
-            x_TH = x_TH[last_B]
-        x_TH = ops.rms_norm(x_TH, self.final_norm, eps, strict)
-        logits = ops.wide_linear(x_TH, self.wide_lm_head, strict, self.fused)
+            x_TH, y_TH = x_TH[last_B], y_TH[last_B]
+        _, h_TH = self._add_norm(x_TH, y_TH, self.final_norm)
+        logits = ops.wide_linear(h_TH, self.wide_lm_head, self.strict, self.fused)
         if self.logits_dtype is not None:
             logits = logits.to(self.logits_dtype).to(logits.dtype)
-        return logits, torch.stack(chosen, dim=1) if chosen else None
+        return logits, torch.stack(chosen, dim=1).to(torch.int16) if chosen else None
 
-    def _qkv(self, layer: Layer, h_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
+    def _add_norm(self, x_TH: Tensor, y_TH: Tensor | None, w_H: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, or x, and its norm."""
+        eps = self.config.rms_norm_eps
+        if y_TH is not None and self.fused is not None:
+            out = self.fused.add_rms_norm(x_TH, y_TH, w_H, eps)
+            if out is not None:
+                return out
+        x_TH = x_TH if y_TH is None else x_TH + y_TH
+        return x_TH, ops.rms_norm(x_TH, w_H, eps, self.strict, self.fused)
+
+    def _heads(
+        self, layer: Layer, h_TH: Tensor, cos: Tensor, sin: Tensor, pools: Pools | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [T, heads, D], normed and rotated. k and v may already lie in the pools: then those."""
+        config, strict, eps = self.config, self.strict, self.config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = self._linear(layer.qkv, h_TH).unflatten(-1, (sum(heads), config.head_dim))
-        q, k, v = qkv.split(heads, dim=1)
-        return q, k, v
+        qkv_THD = self._linear(layer.qkv, h_TH).unflatten(-1, (sum(heads), config.head_dim))
+        if self.fused is not None:
+            placed = self.fused.heads(qkv_THD, config.num_kv_heads, layer.qk_norm, eps, cos, sin, pools)
+            if placed is not None:
+                return placed
+        q, k, v = qkv_THD.split(heads, dim=1)
+        if layer.qk_norm is not None:
+            q, k = (ops.rms_norm(x, w, eps, strict, self.fused) for x, w in zip((q, k), layer.qk_norm, strict=True))
+        return ops.apply_rope(q, cos, sin, strict), ops.apply_rope(k, cos, sin, strict), v
 
     def _linear(self, linear: Linear, x_MK: Tensor) -> Tensor:
         a_MK = self.backend.quantize_input(x_MK, linear.input_operand)
@@ -117,7 +158,8 @@ class Model:
     def _moe(self, layer: Layer, h_TH: Tensor) -> tuple[Tensor, Tensor]:
         config, strict = self.config, self.strict
         logits_TE = ops.wide_linear(h_TH, layer.router, strict, self.fused)
-        prob_Tk, expert_Tk = ops.route_topk(logits_TE, config.experts_per_token)
+        routed = None if self.fused is None else self.fused.route(logits_TE, config.experts_per_token)
+        prob_Tk, expert_Tk = routed or ops.route_topk(logits_TE, config.experts_per_token)
         if self.fused is not None:
             inputs = layer.gate_up.input_operand, layer.down.input_operand
             weights = layer.gate_up.prepared, layer.down.prepared

@@ -11,21 +11,26 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minite.layers import ops
 from minite.sampler.engine import SamplingParams
 
+_PIECE = 256  # of the vocabulary [tokens], see _invert
+
 
 @dataclass(frozen=True)
 class BatchParams:
-    """``SamplingParams`` of the B requests of a batch as tensors; built for every draw."""
+    """``SamplingParams`` of the B requests of a batch as tensors."""
 
     temperature_B: Tensor  # float64; 0 = greedy
     top_k_B: Tensor  # int64; vocabulary size = off
     top_p_B: Tensor  # float64
     truncates: bool  # any request uses top-k or top-p
     draws: bool  # any request is not greedy
+    greedy: bool = True  # any may be
+    plain: bool = False  # all that draw are known to do so at temperature 1
 
     @classmethod
     def of(cls, params: list[SamplingParams], vocab_size: int, device: torch.device) -> BatchParams:
@@ -36,6 +41,8 @@ class BatchParams:
             torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
             truncates=any(k < vocab_size or p.top_p < 1 for k, p in zip(top_k, params, strict=True)),
             draws=any(p.temperature > 0 for p in params),
+            greedy=any(p.temperature == 0 for p in params),
+            plain=all(p.temperature in (0, 1) for p in params),
         )
 
 
@@ -90,16 +97,33 @@ def sample(logits_BV: Tensor, params: BatchParams, uniform_B: Tensor, strict: bo
         token_B int64, and logprob_B [nats] of the distribution drawn from: after temperature, top-k and top-p. A
         greedy row takes the most likely token and reports its log-prob at temperature 1, untruncated.
     """
-    greedy_B = params.temperature_B == 0
-    best_B = logits_BV.argmax(-1)
     if not params.draws:
+        best_B = logits_BV.argmax(-1)
         return best_B, ops.token_logprob(logits_BV, best_B, strict)
-    temperature_B = params.temperature_B.masked_fill(greedy_B, 1.0)
+    greedy_B = params.temperature_B == 0
+    temperature_B = 1.0 if params.plain else params.temperature_B.masked_fill(greedy_B, 1.0)
     logprob_BV = ops.log_softmax(logits_BV, strict, temperature_B)
     if params.truncates:
         kept_BV = ops.log_softmax(truncate(logprob_BV, params), strict)
         logprob_BV = torch.where(greedy_B[:, None], logprob_BV, kept_BV)
-    cdf_BV = logprob_BV.double().exp().cumsum(-1)
-    token_B = torch.searchsorted(cdf_BV, (uniform_B * cdf_BV[:, -1])[:, None], right=True)[:, 0]
-    token_B = torch.where(greedy_B, best_B, token_B)
+    token_B = _invert(logprob_BV.double().exp(), uniform_B)
+    if params.greedy:
+        token_B = torch.where(greedy_B, logits_BV.argmax(-1), token_B)
     return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def _invert(prob_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds ``uniform`` times the total. float64.
+
+    By pieces of the vocabulary first: a cumulative sum over a whole row would read it in one long chain.
+    """
+    prob_BcW = F.pad(prob_BV, (0, -prob_BV.shape[1] % _PIECE)).unflatten(1, (-1, _PIECE))
+    end_Bc = prob_BcW.sum(-1).cumsum(-1)
+    target_B1 = (uniform_B * end_Bc[:, -1])[:, None]
+    piece_B1 = torch.searchsorted(end_Bc, target_B1, right=True)
+    before_B1 = F.pad(end_Bc, (1, 0)).gather(1, piece_B1)
+    prob_BW = prob_BcW[torch.arange(len(prob_BV), device=prob_BV.device), piece_B1[:, 0]]
+    inside_B1 = torch.searchsorted(before_B1 + prob_BW.cumsum(-1), target_B1, right=True)
+    # the two sums may differ by a rounding, so that none of the piece exceeds: then its last possible token
+    last_B1 = ((prob_BW > 0) * torch.arange(_PIECE, device=prob_BV.device)).amax(-1, keepdim=True)
+    return (piece_B1 * _PIECE + torch.minimum(inside_B1, last_B1))[:, 0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minite.backends.base import Backend
+from minite.backends.refresh import refreshed
 from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.sync.errors import SyncError
@@ -43,7 +44,10 @@ class Linear:
         self.prepared: object = None
 
     def prepare(self, backend: Backend) -> None:
-        """Bring the loaded weights into the form the backend's GEMM reads fastest. Once per weight version."""
+        """Bring the loaded weights into the form the backend's GEMM reads fastest, in place if it was so before.
+
+        Once per weight version.
+        """
         parts = dict(self.buffers)
         if "weight_amax" in parts:
             amax_EM = parts["weight_amax"]
@@ -55,7 +59,7 @@ class Linear:
             parts = {suffix: part[0] for suffix, part in parts.items()}
         quantized = self.weight_operand != "bf16"
         weight = from_parts(self.weight_operand, parts) if quantized else parts["weight"]
-        self.prepared = backend.prepare(weight, decode=True)
+        self.prepared = refreshed(self.prepared, backend.prepare(weight, decode=True))
 
 
 class Weights:

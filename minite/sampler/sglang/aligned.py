@@ -37,7 +37,7 @@ def rms_norm(sglangs: Original, norm: Any, x: Tensor, residual: Tensor | None = 
     if not active():
         return sglangs(norm, x, residual, *args, **kwargs)
     total = x if residual is None else x + residual
-    out = ops.rms_norm(total, norm.weight, norm.variance_epsilon, strict=False)
+    out = ops.rms_norm(total, norm.weight, norm.variance_epsilon, strict=False, fused=fused())
     return out if residual is None else (out, total)
 
 
