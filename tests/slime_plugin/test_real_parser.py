@@ -19,6 +19,7 @@ CASES = {  # recipe -> overrides
     "qwen3_30b_a3b_w4a4_grpo": [],
     "qwen3_30b_a3b_w4a4_all_grpo": ["precision.alignment=off", "precision.kv_cache=fp8"],
     "qwen3_4b_w4a4_grpo": ["precision.alignment=off", "sampler.top_p=0.9", "slime.eval_data=eval.jsonl"],
+    "qwen3_30b_a3b_w4a4_all_grpo minite": ["slime.quantization=minite", "slime.checkpoint=null"],
     "qwen3_4b_bf16_grpo": ["learner.tensor_parallel=2", "learner.data_parallel=4", "slime.offload_optimizer=true"],
 }
 
@@ -32,9 +33,10 @@ def parsed(tmp_path_factory):
         directory = folder / name
         directory.mkdir()
         places = [f"model.checkpoint={directory}", f"slime.checkpoint={directory}", f"slime.save={directory}/save"]
-        config = load_recipe(RECIPES / f"{name}.yaml", [*overrides, *MORE, *places])
+        own = "slime.quantization=minite" in overrides
+        config = load_recipe(RECIPES / f"{name.split()[0]}.yaml", [*places, *overrides, *MORE])
         plan = resolve_plan(config)
-        quantized = any(entry.quantized for entry in plan)
+        quantized = not own and any(entry.quantized for entry in plan)
         extra = {"quantization_config": quantization_config(plan)} if quantized else {}
         (directory / "config.json").write_text(json.dumps({**write_hf_config(config.model), **extra}))
         launch = files.prepare(config, plan, directory / "out", Path("/slime"), None, "")
@@ -76,11 +78,15 @@ def test_every_argument_is_known_and_arrives(parsed, case):
 
 
 def test_precision_decides_engine_and_environment(parsed):
-    for _, plan, got, _ in parsed.values():
+    for config, plan, got, _ in parsed.values():
         quantized = any(e.quantized for e in plan)
         assert got["train_env_vars"].get("NVTE_USE_FAST_MATH") == ("0" if quantized else None)
         experts = any(".experts." in e.name and e.quantized for e in plan)
-        assert got["sglang_moe_runner_backend"] == ("flashinfer_trtllm_routed" if experts else None)
+        own = config.slime.quantization == "minite"
+        runner = "triton" if own else "flashinfer_trtllm_routed" if experts else None
+        assert got["sglang_moe_runner_backend"] == runner
+        assert got["sglang_load_format"] == ("dummy" if own else None)
+        assert got["sglang_enable_deterministic_inference"] == own  # seeds of requests
 
 
 def test_evaluation_is_on_only_with_its_data(parsed):
