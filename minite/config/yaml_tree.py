@@ -14,6 +14,8 @@ import yaml
 
 from minite.errors import UserError
 
+MAX_NODES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100  # far more than any recipe has
+
 Scalar: TypeAlias = str | int | float | bool | None
 
 
@@ -71,9 +73,29 @@ def parse_yaml(text: str, file: str, source: str | None = None) -> Value:
         raise UserError(f"{where}: not readable as YAML: {error.problem or error.context}{hint}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{source or file}: not readable as YAML: {' '.join(str(error).split())}") from None
+    except (RecursionError, ValueError) as error:  # nested for the sake of it; characters that YAML does not know
+        what = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"{source or file}: not readable as YAML: {what}") from None
     if node is None:
         return Value({}, source or f"{file}:1")
+    _check_size(node, source or file)
     return _convert(node, file, source)
+
+
+def _check_size(root: yaml.Node, where: str) -> None:
+    """Aliases make a few lines into a tree without end, or of any size: counted before anything is built."""
+    waiting, count = [(root, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if count > MAX_NODES or depth > MAX_DEPTH:
+            raise UserError(
+                f"{where}: more than {MAX_NODES} values or {MAX_DEPTH} levels, aliases counted; simplify it"
+            )
+        if isinstance(node, yaml.SequenceNode):
+            waiting += [(item, depth + 1) for item in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            waiting += [(value, depth + 1) for _, value in node.value]
 
 
 def _convert(node: yaml.Node, file: str, source: str | None, line: int | None = None) -> Value:
@@ -100,6 +122,8 @@ def _scalar(node: yaml.Node, where: str) -> Scalar:
     if kind == "bool":
         return text.lower() == "true"
     if kind == "int":
+        if len(text) > MAX_DIGITS:
+            raise UserError(f"{where}: a whole number of {len(text)} digits; at most {MAX_DIGITS} make sense here")
         return int(text.replace("_", ""))
     if kind == "float":
         return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
