@@ -56,8 +56,10 @@ def test_graphs_give_the_bits_of_single_launches(model, fmt, kv_cache):
         for wanted, got in zip(*(e.generate(requests(40, seed=seed)) for e in (plain, graphed)), strict=True):
             assert (got.tokens, got.logprobs) == (wanted.tokens, wanted.logprobs)
             assert wanted.routed_experts is None or torch.equal(got.routed_experts, wanted.routed_experts)
-        held = set(graphed.graphs.held)
-    assert held == set(graphed.graphs.held) and graphed.graphs.bytes > 0
+        if seed == 0:
+            first = dict(graphed.graphs.held)
+    assert first and all(graphed.graphs.held[size] is captured for size, captured in first.items())
+    assert graphed.graphs.bytes > 0
 
 
 @pytest.mark.gpu
