@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from minite.backends.base import Operand
-from minite.backends.rowwise import matmul_rows
+from minite.backends.rowwise import matmul_no_few_rows, matmul_rows
 from minite.config.operands import OPERANDS
 from minite.formats import FormatError, QTensor, block_scaled, quantize_operand
 from minite.formats.rounding import round_once
@@ -159,6 +159,8 @@ class ReferenceBackend:
             return matmul_rows(a_MK, b_NK)
         if a_MK.dtype == b_NK.dtype == torch.bfloat16:
             return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)
+        if a_MK.device.type == "cpu":
+            return matmul_no_few_rows(a_MK.to(torch.float32), b_NK.to(torch.float32))
         return torch.mm(a_MK.to(torch.float32), b_NK.to(torch.float32).t())
 
     def _finish(self, acc: Tensor, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> Tensor:

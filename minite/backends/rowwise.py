@@ -1,8 +1,9 @@
-"""A float64 matrix product whose rows do not know of each other: the ground of strict mode."""
+"""Matrix products of a CPU whose rows do not know of each other: float64 for strict mode, float32 for the others."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS = 32  # below, libraries switch to other kernels; above, small decode batches pay for more padding
@@ -26,3 +27,17 @@ def matmul_rows(a_MK: Tensor, b_NK: Tensor) -> Tensor:
         last[: m - whole] = a_MK[whole:]
         out_MN[whole:] = torch.mm(last, b_KN)[: m - whole]
     return out_MN
+
+
+def matmul_no_few_rows(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """float32 [M, N] = a_MK @ b_NK.T on a CPU, where a decode step of few rows sums as a prefill of many does.
+
+    MKL has other kernels for 1 to 3 rows a thread, which add in another order; from 4 on a row has the same bits in any
+    batch. Fewer than TILE_ROWS are therefore filled up with zeros, which holds up to 8 threads. Found by measuring, not
+    promised by the library: tests/backends/test_row_independence.py would show a library that is otherwise.
+    Differentiable.
+    """
+    m = a_MK.shape[0]
+    if m >= TILE_ROWS:
+        return a_MK @ b_NK.t()
+    return (F.pad(a_MK, (0, 0, 0, TILE_ROWS - m)) @ b_NK.t())[:m]

@@ -1,7 +1,7 @@
 """Causal attention with grouped KV heads: packed sequences (learner, prefill) and one token per sequence (decode).
 
-Softmax and both products are computed in FP32 (FP64 in strict mode) from the stored operands; the output is rounded
-once to the dtype of q. In strict mode decoding token by token therefore gives the packed result bit for bit.
+Softmax and both products are computed in FP32 from the stored operands, in FP64 in strict mode and on every CPU; the
+output is rounded once to the dtype of q. In FP64 decoding token by token therefore gives the packed result bit for bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from torch import Tensor
 
 from minite.backends.base import Fused
 from minite.layers.pointwise import work_dtype
+
+
+def _attention_dtype(strict: bool, device: torch.device) -> torch.dtype:
+    """FP64 on a CPU whatever the alignment: prefill and decode are two kernels there, whose FP32 sums differ in bits.
+
+    One bit of BF16 moves FP4 codes in every layer behind it. On a GPU the backend's kernel serves both shapes instead.
+    """
+    return work_dtype(strict or device.type == "cpu")
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def attention(
     if fused is not None:
         out: Tensor = _FusedAttention.apply(q_THD, k_THD, v_THD, cu_seqlens, scale, fused)
         return out
-    work = work_dtype(strict)
+    work = _attention_dtype(strict, q_THD.device)
     buckets = _length_buckets(cu_seqlens.to(q_THD.device))
     if not buckets:
         return q_THD.clone()
@@ -125,14 +133,16 @@ def attention_decode(
         out_BHD = fused.attention_decode(q_BHD, *pools, first_B, lengths_B.to(q_BHD.device), scale)
         if out_BHD is not None:
             return out_BHD
-    work = work_dtype(strict)
+    work = _attention_dtype(strict, q_BHD.device)
     batch, heads, head_dim = q_BHD.shape
     kv_heads, length = k_cache_BLHD.shape[2], k_cache_BLHD.shape[1]
     valid_BL = torch.arange(length, device=q_BHD.device) < lengths_B.to(q_BHD.device)[:, None]
     q_BhGD = q_BHD.to(work).view(batch, kv_heads, heads // kv_heads, head_dim)
+    stored = v_cache_BLHD if v_cache_BLHD.dtype.itemsize > 1 else v_cache_BLHD.to(q_BHD.dtype)
+    v_cache_BLHD = stored.masked_fill(~valid_BL[:, :, None, None], 0.0)  # 0 * NaN is NaN; narrow, so cheap
     k_BhLD, v_BhLD = (  # contiguous here, or each product below would copy what it is given
         cache.transpose(1, 2).to(work, memory_format=torch.contiguous_format) for cache in (k_cache_BLHD, v_cache_BLHD)
     )
-    v_BhLD = v_BhLD.masked_fill(~valid_BL[:, None, :, None], 0.0)  # 0 * NaN is NaN
-    score_BhGL = (q_BhGD @ k_BhLD.transpose(2, 3) * scale).masked_fill(~valid_BL[:, None, None, :], float("-inf"))
+    score_BhGL = (q_BhGD @ k_BhLD.transpose(2, 3)).mul_(scale)
+    score_BhGL.masked_fill_(~valid_BL[:, None, None, :], float("-inf"))
     return (score_BhGL.softmax(dim=-1) @ v_BhLD).view(batch, heads, head_dim).to(q_BHD.dtype)

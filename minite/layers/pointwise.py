@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minite.backends.base import Fused
+from minite.backends.rowwise import matmul_no_few_rows
 from minite.formats.rounding import round_once
 
 
@@ -159,5 +160,5 @@ def wide_linear(x_MK: Tensor, w_NK: Tensor, strict: bool, fused: Fused | None = 
     if fused is not None and x_MK.dtype == w_NK.dtype == torch.bfloat16:
         out: Tensor = _FusedWideLinear.apply(x_MK, w_NK, fused)
         return out
-    work = work_dtype(strict)
-    return x_MK.to(work) @ w_NK.to(work).T
+    x_MK, w_NK = (t.to(work_dtype(strict)) for t in (x_MK, w_NK))
+    return matmul_no_few_rows(x_MK, w_NK) if x_MK.device.type == "cpu" else x_MK @ w_NK.T
