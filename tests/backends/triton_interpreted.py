@@ -20,6 +20,7 @@ from cases import EDGE_INPUTS, normal  # noqa: E402
 
 from minite.backends.triton import attention, fused, heads, moe, packed, quantize, rounding, tiles  # noqa: E402
 from minite.backends.triton.grouped import tile_table  # noqa: E402
+from minite.backends.triton.layers import FusedLayers  # noqa: E402
 from minite.formats import block_scaled, nvfp4  # noqa: E402
 from minite.layers import ops  # noqa: E402
 
@@ -65,6 +66,9 @@ def norms_differ():
             failures.append(f"norm of a sum differs, K {k}")
         if not fused.rms_norm(x, w, 1e-6, ("plain",)).plain.equal(exact_norm(x, w, 1e-6)):
             failures.append(f"norm differs, K {k}")
+    keys, w = normal(9, 1, 2, 256, seed=5)[..., 128:192], normal(64, seed=4)  # as megatron splits them off
+    if not FusedLayers(None).rms_norm(keys, w, 1e-6).equal(exact_norm(keys, w, 1e-6)):
+        failures.append("norm of strided keys differs")
     for total, kv, dim, norms in ((8, 2, 16, True), (40, 4, 128, True), (12, 1, 64, False)):
         qkv, weights = normal(3, total, dim), (normal(dim, seed=3), normal(dim, seed=4))
         cos, sin = ops.rope_cos_sin(torch.tensor([0, 7, 4000]), dim, 1e4)

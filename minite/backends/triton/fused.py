@@ -163,6 +163,8 @@ def rms_norm(
     x_TK: Tensor, weight_K: Tensor, eps: float, wanted: tuple[str, ...], addend_TK: Tensor | None = None
 ) -> Outputs:
     """weight * x / sqrt(mean(x^2) + eps) of BF16 [T, K], row-scaled. x is ``total``, x + addend rounded, if given."""
+    if not (x_TK.is_contiguous() and (addend_TK is None or addend_TK.is_contiguous())):
+        raise ValueError(f"rms_norm: rows of stride {x_TK.stride(0)}, expected {x_TK.shape[1]}; pass x.contiguous()")
     rows, k = x_TK.shape
     out = Outputs(wanted, rows, k, x_TK.device)
     out.total = None if addend_TK is None else torch.empty_like(x_TK)

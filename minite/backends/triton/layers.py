@@ -26,7 +26,8 @@ class FusedLayers:
         """As layers.ops.rms_norm, with exact sums."""
         if not _normed(x, w_K):
             return None
-        return _plain(fused.rms_norm(x.reshape(-1, x.shape[-1]), w_K, eps, ("plain",))).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # reshape alone leaves megatron's keys strided
+        return _plain(fused.rms_norm(rows, w_K, eps, ("plain",))).view(x.shape)
 
     def add_rms_norm(self, x_TH: Tensor, y_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """(x + y, rms_norm of it)."""
