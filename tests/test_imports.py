@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "learner": _NUMERIC | {"types", "models", "layers", "sync", "losses", "diagnostics"},
     "sampler": _NUMERIC | {"types", "models", "layers", "sync"},
     "driver": _NUMERIC | {"types", "models", "sync", "losses", "diagnostics", "learner", "sampler"},
-    "launch": _BASE | {"models", "sync"},
+    "launch": _BASE | {"models", "sync", "sampler"},  # sampler.sglang: options and method of slime's engines
 }
 ALLOWED["evaluation"] = ALLOWED["driver"] | {"driver"}
 ALLOWED["cli"] = set(ALLOWED)
