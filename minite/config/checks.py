@@ -43,7 +43,8 @@ BOUNDS: tuple[_Bound, ...] = (
         "model.num_layers model.hidden_size model.num_heads model.num_kv_heads model.head_dim model.vocab_size "
         "model.max_seq_len learner.tensor_parallel learner.expert_parallel "
         "learner.data_parallel learner.tokens_per_microbatch sampler.count sampler.max_batch sampler.kv_tokens "
-        "sampler.max_new_tokens algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
+        "sampler.max_new_tokens sampler.tensor_parallel "
+        "algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
         "data.max_operand monitor.window driver.prometheus_port slime.nodes slime.gpus_per_node slime.gpus_per_engine",
     ),
@@ -91,6 +92,7 @@ def check_run(config: RunConfig) -> None:
     check_correction(config)
     check_monitor(config)
     check_driver(config)
+    check_sampler(config)
 
 
 def _get(config: RunConfig, path: str) -> object:
@@ -254,3 +256,8 @@ def check_driver(config: RunConfig) -> None:
             f"a rollout ahead needs samplers of their own, but driver.placement is {config.driver.placement}; "
             "set driver.placement: separate or driver.ahead: 0",
         )
+
+
+def check_sampler(config: RunConfig) -> None:
+    if config.sampler.kind != "sglang" and config.sampler.tensor_parallel > 1:
+        raise _fail(config, "sampler.tensor_parallel", "only SGLang has it; set it to 1 or -o sampler=sglang")

@@ -43,10 +43,16 @@ def apply_ray_env() -> None:
     os.environ.update({"RAY_AUTH_MODE": "disabled"})
 
 
-def apply_sglang_env(device: str) -> None:
-    """What SGLang must find when it is imported, and its processes with it: that there is no GPU to look for."""
+def apply_sglang_env(device: str, ranks: int = 1) -> None:
+    """What SGLang must find when it is imported, and its processes with it: that there is no GPU to look for.
+
+    ``ranks``: of one engine. Without a binding SGLang wants a NUMA node for each; here they share all processors.
+    """
     if device == "cpu":
         os.environ.update({"SGLANG_USE_CPU_ENGINE": "1"})
+        if ranks > 1:
+            mine = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([mine] * ranks))
 
 
 def third_party_env(plan: PrecisionPlan) -> dict[str, str]:

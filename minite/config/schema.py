@@ -131,6 +131,7 @@ class SamplerConfig:
     top_p: float = 1.0  # below 1 only with alignment: off
     top_k: int = 0  # 0 = whole vocabulary; more only with alignment: off
     max_new_tokens: int = 8_192  # of a response
+    tensor_parallel: int = 1  # processes of one engine, each with a part of every weight; sglang only
 
 
 @dataclass(frozen=True)

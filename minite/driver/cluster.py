@@ -55,6 +55,11 @@ def find_slot(config: RunConfig) -> Slot:
             f"{missing} GPUs, got {gpus}: lower learner.*_parallel or sampler.count, or set learner.device or "
             "sampler.device to cpu"
         )
+    if on_gpu[1] and config.sampler.tensor_parallel > 1:
+        raise UserError(
+            f"sampler.tensor_parallel is {config.sampler.tensor_parallel}, but minite train places each engine on one "
+            "GPU: set it to 1 and raise sampler.count"
+        )
     share = (0.6, 0.4) if colocated else (1.0, 1.0)  # over a half, so that Ray never puts two ranks on one GPU
     return Slot(
         cpus=0.5 if colocated else 1.0,

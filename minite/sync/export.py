@@ -33,6 +33,45 @@ class FormatQuantizer:
         return quantize_operand(x_MK, how, amax=amax)
 
 
+class Packer:
+    """Quantizes by the plan, tensor by tensor in any order. Only groups that still miss a member are held, so with
+    tensors in model order the memory is that of one group.
+
+    Args:
+        shapes: ``ModelFamily.hf_tensors(model)``, to check every name and shape; None checks quantized linears only.
+
+    Raises:
+        SyncError: naming the tensor that is unexpected, duplicate, of a wrong shape, not finite, or missing at the end.
+    """
+
+    def __init__(self, plan: PrecisionPlan, backend: Quantizer, *, shapes: Shapes | None = None) -> None:
+        self.plan, self.backend, self.shapes = plan, backend, shapes
+        self._seen: set[str] = set()
+        self._open: dict[str, dict[str, Tensor]] = {}  # fusion groups that miss a member
+
+    def add(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A full tensor in the model's dtype by HF name -> what can now be sent: its whole group, or nothing yet."""
+        if name in self._seen:
+            raise SyncError(f"{name}: exported twice; each tensor must come once")
+        check_tensor(name, tensor, self.plan, self.shapes)
+        self._seen.add(name)
+        entry = self.plan.get(name.removesuffix(".weight"))
+        if entry is None or entry.weight == "bf16":
+            return {name: tensor}
+        group = entry.group or entry.name
+        members = self.plan.group_members(entry.group) if entry.group else (entry,)
+        held = self._open.setdefault(group, {})
+        held[entry.name] = tensor
+        return quantize_group(members, self._open.pop(group), self.backend) if len(held) == len(members) else {}
+
+    def check_complete(self) -> None:
+        """SyncError when a tensor never came."""
+        expected = self.shapes or [f"{e.name}.weight" for e in self.plan if e.weight != "bf16"]
+        missing = [name for name in expected if name not in self._seen]
+        if missing:
+            raise SyncError(f"{missing[0]}: missing from the exported weights ({len(missing)} missing in all)")
+
+
 def pack(
     plan: PrecisionPlan,
     named_tensors: Iterable[tuple[str, Tensor]],
@@ -40,38 +79,16 @@ def pack(
     *,
     shapes: Shapes | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Quantize by the plan, streaming. Yields (module or fusion group, {name: tensor}); see stored.py for the names.
+    """Quantize by the plan, streaming. Yields (module that completed it, {name: tensor}); see stored.py for the names.
 
-    Only groups that still miss a member are held, so with tensors in model order the memory is that of one group.
-
-    Args:
-        named_tensors: (HF parameter name, full tensor in the model's dtype), in any order.
-        shapes: ``ModelFamily.hf_tensors(model)``, to check every name and shape; None checks quantized linears only.
-
-    Raises:
-        SyncError: naming the tensor that is unexpected, duplicate, of a wrong shape, not finite, or missing at the end.
+    Args and errors are those of Packer.
     """
-    seen: set[str] = set()
-    open_groups: dict[str, dict[str, Tensor]] = {}
+    packer = Packer(plan, backend, shapes=shapes)
     for name, tensor in named_tensors:
-        if name in seen:
-            raise SyncError(f"{name}: exported twice; each tensor must come once")
-        check_tensor(name, tensor, plan, shapes)
-        seen.add(name)
-        entry = plan.get(name.removesuffix(".weight"))
-        if entry is None or entry.weight == "bf16":
-            yield name.removesuffix(".weight"), {name: tensor}
-            continue
-        group = entry.group or entry.name
-        members = plan.group_members(entry.group) if entry.group else (entry,)
-        held = open_groups.setdefault(group, {})
-        held[entry.name] = tensor
-        if len(held) == len(members):
-            yield group, quantize_group(members, open_groups.pop(group), backend)
-    expected = shapes or [f"{e.name}.weight" for e in plan if e.weight != "bf16"]
-    missing = [name for name in expected if name not in seen]
-    if missing:
-        raise SyncError(f"{missing[0]}: missing from the exported weights ({len(missing)} missing in all)")
+        sent = packer.add(name, tensor)
+        if sent:
+            yield name.removesuffix(".weight"), sent
+    packer.check_complete()
 
 
 def quantize_group(members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Quantizer) -> dict[str, Tensor]:

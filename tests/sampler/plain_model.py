@@ -8,11 +8,13 @@ from torch import nn
 from minite.config import RunConfig, resolve_plan
 from minite.sampler.sglang.inside import Inside
 from minite.sampler.sglang.names import expected_modules
+from minite.sampler.sglang.ranks import Ranks
 from minite.sampler.sglang.wire import flatten
 from minite.sync.names import FUSED
 from minite.sync.stored import stored_model
 
 PADDING = 24  # tokens
+ALONE = Ranks()
 
 
 class PlainModel(nn.Module):
@@ -25,17 +27,18 @@ class PlainModel(nn.Module):
         for name, stored in state.weights.stored.items():
             if name not in held:
                 padded = len(stored.shape) == 2 and "mlp.gate" not in name
-                shape = (stored.shape[0] + PADDING * padded, *stored.shape[1:])
+                rows = (stored.shape[0] + PADDING) // state.ranks.size if padded else stored.shape[0]
+                shape = (rows, *stored.shape[1:])
                 self.held[name] = nn.Parameter(torch.full(shape, 7.0, dtype=stored.dtype), requires_grad=False)
 
     def named_parameters(self, *args, **kwargs):
         return iter(self.held.items())
 
 
-def build(cfg: RunConfig) -> tuple[Inside, PlainModel]:
+def build(cfg: RunConfig, ranks: Ranks = ALONE) -> tuple[Inside, PlainModel]:
     """A scheduler's state with every module that SGLang would ask for, and the model beside it."""
     plan = resolve_plan(cfg)
-    state = Inside(plan, "cpu")
+    state = Inside(plan, "cpu", ranks)
     for module in expected_modules(plan):
         parent, _, last = module.rpartition(".")
         parts = FUSED.get(last, (last,))

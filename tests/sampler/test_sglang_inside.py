@@ -162,9 +162,11 @@ def test_an_older_version_than_announced_is_refused():
 )
 def test_a_scheduler_that_runs_something_else_is_named(change, message):
     state, _, _, version = updated(config(MOE, "w4a4"))
-    good = {"minite": {**state.proof(), "missing_hooks": [], "backend": "native", "modules": dict(state.modules)}}
-    bad = {"minite": {**good["minite"], "modules": dict(state.modules)}}
-    proof.check([good, good], state.plan, "native", version)
+    shown = {**state.proof(), "missing_hooks": [], "backend": "native"}
+    good, also_good, bad = ({"minite": {**shown, "rank": [r, 2], "modules": dict(state.modules)}} for r in (0, 1, 1))
+    proof.check([good, also_good], state.plan, "native", version)
+    with pytest.raises(SyncError, match=r"scheduler 0: rank is \[0, 2\], expected \[0, 1\]"):
+        proof.check([good], state.plan, "native", version)
     change(bad)
     with pytest.raises(SyncError, match=f"SGLang scheduler 1: .*{message}"):
         proof.check([good, bad], state.plan, "native", version)

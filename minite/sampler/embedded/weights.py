@@ -101,18 +101,13 @@ class Weights:
                     f"{name}: got {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
                     f"expected {dtype_name(stored.dtype)} {list(stored.shape)}"
                 )
-            self.views[name].copy_(tensor)
+            self.views[name].copy_(self.part(name, tensor))
             self.loaded.add(name)
 
     def verify(self, weight_digest: str, manifest: Mapping[str, str] | None) -> str:
         """Digest of the bytes held. A SyncError naming a tensor when it is not ``weight_digest``."""
-        missing = [name for name in self.stored if name not in self.loaded]
-        if missing:
-            raise SyncError(
-                f"{missing[0]}: missing from the weight update ({len(missing)} of {len(self.stored)} missing)"
-            )
-        digest = Digest()
-        digest.update_many({name: self.views[name] for name in self.stored})
+        self.check_complete()
+        digest = self.digest()
         held = digest.hexdigest()
         if held != weight_digest:
             trusted = manifest is not None and combine(manifest) == weight_digest
@@ -123,9 +118,29 @@ class Weights:
             )
         return held
 
+    def check_complete(self) -> None:
+        """SyncError when a tensor of the update under way has not arrived."""
+        missing = [name for name in self.stored if name not in self.loaded]
+        if missing:
+            raise SyncError(
+                f"{missing[0]}: missing from the weight update ({len(missing)} of {len(self.stored)} missing)"
+            )
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """What is held of a tensor that was sent: all of it."""
+        return tensor
+
+    def digest(self) -> Digest:
+        """Digest of every tensor held."""
+        digest = Digest()
+        digest.update_many({name: self.views[name] for name in self.stored})
+        return digest
+
     def _add(self, experts: Iterable[tuple[str, ...]], grouped: bool) -> Linear:
-        entries = [[self.plan[name] for name in names] for names in experts]
-        linear = Linear(entries, grouped, self.dtype, self.device)
+        linear = self._linear([[self.plan[name] for name in names] for names in experts], grouped)
         self.views |= linear.views
         self.linears.append(linear)
         return linear
+
+    def _linear(self, entries: list[list[PlanEntry]], grouped: bool) -> Linear:
+        return Linear(entries, grouped, self.dtype, self.device)

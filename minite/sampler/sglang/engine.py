@@ -27,7 +27,7 @@ from minite.errors import UserError
 from minite.sampler.embedded.sampling import request_seed
 from minite.sampler.engine import Completion, EngineStats, Request
 from minite.sampler.limits import check_request
-from minite.sampler.sglang import launch, proof
+from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
 from minite.sampler.sglang.wire import RECORD, VERSION, flatten, text
@@ -44,7 +44,8 @@ class SglangEngine:
     def __init__(self, run_config: RunConfig, plan: PrecisionPlan, device: str) -> None:
         self.config, self.plan, self.device, self.compat = run_config, plan, device, compat()
         launch.check(run_config, device)
-        env.apply_sglang_env(device)
+        shards.check(plan, run_config.model, run_config.sampler.tensor_parallel)
+        env.apply_sglang_env(device, run_config.sampler.tensor_parallel)
         self.backend = get_backend(plan.backend, device=device, strict=False).name
         with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:  # read while SGLang starts, not later
             launch.write_model(run_config, plan, device, Path(folder))
@@ -61,7 +62,7 @@ class SglangEngine:
 
     def states(self) -> list[dict[str, Any]]:
         """What every scheduler process says of itself, miniTE's proof under "minite"."""
-        return list(self.sglang.get_server_info()["internal_states"])
+        return proof.states(self.sglang.get_server_info())
 
     # -- generation ---------------------------------------------------------------------------------------------------
 

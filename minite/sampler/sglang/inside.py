@@ -23,10 +23,13 @@ from minite.backends.registry import get_backend
 from minite.config.plan import PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.errors import UserError
-from minite.sampler.embedded.weights import Linear, Weights
+from minite.sampler.embedded.weights import Linear
 from minite.sampler.sglang.names import operands
-from minite.sampler.sglang.wire import RECORD, VERSION, unflatten
+from minite.sampler.sglang.ranks import Ranks
+from minite.sampler.sglang.shards import ShardedWeights
+from minite.sampler.sglang.wire import RECORD, UNQUANTIZED, VERSION, unflatten
 from minite.sync.errors import SyncError
+from minite.sync.export import Packer
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
 from minite.types import WeightVersion
 
@@ -36,14 +39,15 @@ _current: Inside | None = None
 class Inside:
     """The state of one scheduler process."""
 
-    def __init__(self, plan: PrecisionPlan, device: str) -> None:
-        self.plan, self.device = plan, torch.device(device)
+    def __init__(self, plan: PrecisionPlan, device: str, ranks: Ranks) -> None:
+        self.plan, self.device, self.ranks = plan, torch.device(device), ranks
         self.backend: Any = get_backend(plan.backend, device=device, strict=False)
-        self.weights = Weights(plan, ModelConfig(**plan.model), self.device)
+        self.weights = ShardedWeights(plan, ModelConfig(**plan.model), self.device, ranks)
         self.modules: dict[str, str] = {}  # SGLang's module -> "weight operand x input operand"
         self.version: WeightVersion | None = None  # of the update under way, then of the weights held
         self.digest: str | None = None  # of the bytes held, once an update is complete and verified
         self.fault: str | None = None
+        self._packer: Packer | None = None  # quantizes what the update under way brings in the model's dtype
         self.updates = 0
         self.seconds: dict[str, float] = {}  # of the last update, by phase
 
@@ -67,24 +71,28 @@ class Inside:
         if RECORD in named:
             self._record(bytes(named[RECORD].cpu().numpy()).decode())
             return
-        try:
+        last, manifest = named.pop(MANIFEST, None), None
+        with self._kept():
             if VERSION in named:
-                self._begin(model, WeightVersion(**json.loads(bytes(named.pop(VERSION).cpu().numpy()))))
-            if self.fault is not None:
-                return
-            if self.version is None or self.digest is not None:
-                raise SyncError("tensors arrived outside of a weight update")
-            manifest = named.pop(MANIFEST, None)
-            with self._timed("load"):
-                self.weights.load(named)
-            if manifest is not None:
-                self._finish(read_manifest(manifest))
-        except UserError as error:
-            self.fault = str(error)
+                unquantized = named.pop(UNQUANTIZED, None) is not None
+                self._begin(model, WeightVersion(**json.loads(bytes(named.pop(VERSION).cpu().numpy()))), unquantized)
+            self._load(named)
+            manifest = None if last is None else read_manifest(last)
+        if last is not None:
+            self._finish(manifest)
 
-    def _begin(self, model: nn.Module, version: WeightVersion) -> None:
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A mistake becomes the fault of this update, and nothing raises into SGLang."""
+        try:
+            yield
+        except UserError as error:
+            self.fault = self.fault or str(error)
+
+    def _begin(self, model: nn.Module, version: WeightVersion, unquantized: bool) -> None:
         self.version, self.digest, self.fault, self.seconds = version, None, None, {}
         self.weights.loaded.clear()
+        self._packer = Packer(self.plan, self.backend) if unquantized else None
         if version.plan_digest != self.plan.digest:
             raise SyncError(
                 f"the weights of step {version.step} were made under plan {version.plan_digest}, "
@@ -95,7 +103,7 @@ class Inside:
     def _adopt(self, model: nn.Module) -> None:
         """Point at the parameters that SGLang holds itself: embedding, norms, router, LM head.
 
-        Looked up anew for every update, since SGLang may have replaced one. A vocabulary may be padded at its end.
+        Looked up anew for every update, since SGLang may have replaced one.
         """
         parameters = dict(model.named_parameters())
         held = {name for linear in self.weights.linears for name in linear.views}
@@ -106,16 +114,38 @@ class Inside:
             if parameter is None or parameter.dtype != stored.dtype or parameter.shape[1:] != stored.shape[1:]:
                 got = None if parameter is None else f"{parameter.dtype} {list(parameter.shape)}"
                 raise SyncError(f"{name}: SGLang's model has {got}, expected {stored.dtype} {list(stored.shape)}")
-            self.weights.views[name] = parameter.data[: stored.shape[0]]
+            self.weights.adopt(name, parameter.data)
 
-    def _finish(self, manifest: Mapping[str, str]) -> None:
-        assert self.version is not None
-        with self._timed("verify"):
-            digest = self.weights.verify(self.version.weight_digest, manifest)
-        with self._timed("prepare"):
-            self.prepare()
-        self.digest = digest
-        self.updates += 1
+    def _load(self, named: Mapping[str, Tensor]) -> None:
+        """Put tensors into their places, quantized first where the update brings them in the model's dtype."""
+        if self.fault is not None:
+            return
+        if self.version is None or self.digest is not None:
+            raise SyncError("tensors arrived outside of a weight update")
+        with self._timed("load"):
+            if self._packer is None:
+                self.weights.load(named)
+                return
+            for name, tensor in named.items():
+                self.weights.load(self._packer.add(name, tensor.clone()))  # the message ends before the group does
+
+    def _finish(self, manifest: Mapping[str, str] | None) -> None:
+        """Verify and prepare, if every rank has come this far: both are collective, so no rank may be missing."""
+        with self._kept():
+            if self.fault is None:
+                self.weights.check_complete()
+        fault = next((fault for fault in self.ranks.everyones(self.fault) if fault is not None), None)
+        self.fault = self.fault or fault
+        if self.fault is not None:
+            return
+        with self._kept():
+            assert self.version is not None
+            with self._timed("verify"):
+                digest = self.weights.verify(self.version.weight_digest, manifest)
+            with self._timed("prepare"):
+                self.prepare()
+            self.digest = digest
+            self.updates += 1
 
     def _record(self, path: str) -> None:
         """Start to note quantizer calls, or, with a path, write down what was noted and stop."""
@@ -146,6 +176,7 @@ class Inside:
         """What the engine checks: JSON-ready, computed in this process from what it holds."""
         return {
             "pid": os.getpid(),
+            "rank": [self.ranks.rank, self.ranks.size],
             "plan_digest": self.plan.digest,
             "backend": self.backend.name,
             "modules": self.modules,
@@ -158,11 +189,11 @@ class Inside:
         }
 
 
-def start(plan_file: str, device: str) -> Inside:
+def start(plan_file: str, device: str, ranks: Ranks) -> Inside:
     """Become the state of this process. Raises UserError for a damaged plan."""
     global _current
     plan = PrecisionPlan.from_json(Path(plan_file).read_text(encoding="utf-8"), plan_file)
-    _current = Inside(plan, device)
+    _current = Inside(plan, device, ranks)
     return _current
 
 

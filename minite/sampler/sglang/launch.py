@@ -61,6 +61,7 @@ def arguments(config: RunConfig, plan: PrecisionPlan, device: str, directory: Pa
         "enable_return_routed_experts": bool(model.num_experts),
         "max_total_tokens": sampler.kv_tokens,
         "max_running_requests": sampler.max_batch,
+        "tp_size": sampler.tensor_parallel,
         "context_length": model.max_seq_len,
         "random_seed": config.seed,
         "log_level": "error",

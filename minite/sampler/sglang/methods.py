@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from minite.layers import ops
 from minite.layers.linear import check_supported
-from minite.sampler.embedded.weights import Linear
-from minite.sampler.sglang import inside
+from minite.layers.matmul import quantize_reduced
+from minite.sampler.sglang import inside, ranks
 from minite.sampler.sglang.experts import forward as forward_experts
 from minite.sampler.sglang.names import METHOD
+from minite.sampler.sglang.shards import reduction
 from minite.sync.names import FUSED
 
 
@@ -50,7 +51,7 @@ class MiniteConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MiniteConfig:
-        return cls(inside.start(config["plan"], config["device"]))
+        return cls(inside.start(config["plan"], config["device"], ranks.of_sglang()))
 
     def get_scaled_act_names(self) -> list[str]:
         return []
@@ -71,6 +72,7 @@ class LinearMethod(LinearMethodBase):
         parent, _, last = prefix.rpartition(".")
         self.state = state
         self.linear = state.linear(prefix, [f"{parent}.{part}" for part in FUSED.get(last, (last,))])
+        self.reduce_amax = reduction(prefix, state.ranks)
         check_supported("gemm", self.linear.entry, state.backend, self.linear.entry.name)
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +86,9 @@ class LinearMethod(LinearMethodBase):
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., K] -> [.., N], the dtype of x."""
         assert bias is None, "no model of miniTE has a bias here"
-        y_MN = gemm(self.state, self.linear, x.reshape(-1, x.shape[-1]))
+        backend, how, x_MK = self.state.backend, self.linear.input_operand, x.reshape(-1, x.shape[-1])
+        a_MK = quantize_reduced(x_MK, how, backend, self.reduce_amax, self.linear.entry.name, kept=False)
+        y_MN = backend.gemm(a_MK, self.linear.prepared, x.dtype)
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
 
 
@@ -98,6 +102,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         self.linears = (gate_up, state.expert_linear(f"{prefix}.down_proj", ((f"{e}.down_proj",) for e in experts)))
         for linear in self.linears:
             check_supported("grouped_gemm", linear.entry, state.backend, linear.entry.name)
+        self.reduce_amax = reduction(self.linears[1].entry.name, state.ranks)
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Nothing: the weights are in ``linears``."""
@@ -112,7 +117,8 @@ class ExpertsMethod(FusedMoEMethodBase):
 
     def apply(self, layer: nn.Module, dispatch_output: Any) -> StandardCombineInput:
         x_TH, topk = dispatch_output.hidden_states, dispatch_output.topk_output
-        y_TH = forward_experts(self.state.backend, *self.linears, x_TH, topk.router_logits, topk.topk_ids)
+        logits_TE, expert_Tk = topk.router_logits, topk.topk_ids
+        y_TH = forward_experts(self.state.backend, *self.linears, x_TH, logits_TE, expert_Tk, self.reduce_amax)
         return StandardCombineInput(hidden_states=y_TH)
 
 
@@ -124,9 +130,3 @@ class RouterMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.wide_linear(x, layer.weight, strict=False, fused=self.state.backend.fused)
-
-
-def gemm(state: inside.Inside, linear: Linear, x_MK: Tensor) -> Tensor:
-    """x_MK @ weight.T with both operands as the plan says, in the dtype of x."""
-    a_MK = state.backend.quantize_input(x_MK, linear.input_operand)
-    return state.backend.gemm(a_MK, linear.prepared, x_MK.dtype)

@@ -60,12 +60,15 @@ def missing_hooks() -> list[str]:
 
 
 def add_proof(answer: Any, scheduler: Any, *args: Any) -> None:
-    """Hook after Scheduler.get_internal_state: what this process runs, from inside."""
+    """Hook after Scheduler.get_internal_state: what every process of the engine runs, each from inside.
+
+    SGLang asks all of them and passes on the answer of the first, so the first has to carry what the others say.
+    """
     from minite.sampler.sglang import inside
 
     state = inside.current()
     if state is not None:
-        answer.internal_state["minite"] = state.proof() | {"missing_hooks": missing_hooks()}
+        answer.internal_state["minite"] = state.ranks.everyones(state.proof() | {"missing_hooks": missing_hooks()})
 
 
 def widen_router(nothing: None, block: Any, *args: Any, **kwargs: Any) -> None:

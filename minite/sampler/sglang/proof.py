@@ -11,6 +11,12 @@ from minite.sync.errors import SyncError
 from minite.types import WeightVersion
 
 
+def states(server_info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One state for every scheduler process; without a "minite" where the plugin is not active."""
+    told = [state.get("minite") for state in server_info["internal_states"]]
+    return [{} if proof is None else {"minite": proof} for proofs in told for proof in proofs or [None]]
+
+
 def check(
     states: Sequence[Mapping[str, Any]], plan: PrecisionPlan, backend: str, version: WeightVersion | None
 ) -> None:
@@ -24,6 +30,7 @@ def check(
                 f"{who}: miniTE's plugin is not active there: is miniTE installed with pip (-e) in the environment of "
                 "SGLang, and does SGLANG_PLUGINS, if set, name 'minite'?"
             )
+        _same(who, "rank", list(proof["rank"]), [number, len(states)])
         _same(who, "plan digest", proof["plan_digest"], plan.digest)
         _same(who, "backend", proof["backend"], backend)
         _same(who, "list of hooks that SGLang could not apply", proof["missing_hooks"], [])

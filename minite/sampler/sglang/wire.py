@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 VERSION = "#version"  # key of the tensor that opens an update: the WeightVersion as JSON
+UNQUANTIZED = "#unquantized"  # beside VERSION: tensors come in the model's dtype, to be quantized on arrival
 RECORD = "#record"  # key of the tensor that starts (empty) or ends (a path) the record of quantizer calls
 _DATA, _INDEX = "#data", "#index"
 _ALIGN = 16  # bytes; the start of every tensor, so that any dtype can view it
