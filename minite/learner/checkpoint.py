@@ -16,8 +16,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
-from minite.errors import UserError
+from minite.errors import DiskError, UserError
 from minite.learner import optimizer
 
 if TYPE_CHECKING:
@@ -46,7 +47,17 @@ def save(policy: Policy, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     strategy = _SaveInProcess("torch_dist", 1)
-    dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
+    try:
+        dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
+    except (OSError, CheckpointException) as error:
+        raise DiskError(f"checkpoint {directory}: {_cause(error)}") from None
+
+
+def _cause(error: Exception) -> str:
+    """What the first rank that failed says; torch wraps it."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    first = next((wrapped[0] for wrapped in failures.values()), error)
+    return f"{type(first).__name__}: {first}"
 
 
 def load(policy: Policy, directory: Path) -> None:
