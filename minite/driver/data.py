@@ -1,4 +1,4 @@
-"""Prompts: tasks that make or read examples, the split by hash, and the endless stream of prompts.
+"""Prompts and rewards: tasks that make or read examples, the split by hash, and the endless stream of prompts.
 
 A new task is one function and one row of TASKS.
 """
@@ -154,6 +154,11 @@ def split(examples: Sequence[Example], heldout: int, seed: int) -> Task:
     if not train:
         raise UserError(f"data.heldout: {heldout} of {len(examples)} examples leave none to train on; lower it")
     return Task(train, held)
+
+
+def reward(text: str, answer: str) -> float:
+    """1 when the response is the answer, surrounding blanks aside, else 0."""
+    return float(text.strip() == answer.strip())
 
 
 class PromptStream:

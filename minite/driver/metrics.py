@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minite.driver.progress import ProgressView
-from minite.errors import DiskError, UserError
+from minite.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -42,14 +42,9 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step. A value that is not finite is null in the file, as JSON has no word for it."""
         record = {"step": step, **{key: _json_number(value) for key, value in sorted(metrics.items())}}
-        try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise DiskError(
-                f"{self._file.name}: {error}; make room or rights there, then go on with minite resume"
-            ) from None
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
         if self._board is not None:
             for key, value in metrics.items():
                 self._board.add_scalar(key, value, step)

@@ -16,9 +16,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
-from minite.errors import DiskError, UserError
+from minite.errors import UserError
 from minite.learner import optimizer
 
 if TYPE_CHECKING:
@@ -47,17 +46,7 @@ def save(policy: Policy, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     strategy = _SaveInProcess("torch_dist", 1)
-    try:
-        dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
-    except (OSError, CheckpointException) as error:
-        raise DiskError(f"checkpoint {directory}: {_cause(error)}") from None
-
-
-def _cause(error: Exception) -> str:
-    """What the first rank that failed says; torch wraps it."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    first = next((wrapped[0] for wrapped in failures.values()), error)
-    return f"{type(first).__name__}: {first}"
+    dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
 
 
 def load(policy: Policy, directory: Path) -> None:

@@ -190,8 +190,8 @@ def test_the_cause_is_told_and_not_its_echo_in_another_rank(ray_cluster):
     echo = RuntimeError("connection closed")
     ray.get([first.work.remote(0, None), second.work.remote(0, None)])
     with pytest.raises(UserError, match="the cause"):
-        actors.answers([first.work.remote(0, echo), second.work.remote(1, UserError("the cause"))], "learner", 60)
+        actors._get([first.work.remote(0, echo), second.work.remote(1, UserError("the cause"))], "learner")
     calls = [first.work.remote(0, echo), second.work.remote(60, None)]
     ray.kill(second)
     with pytest.raises(ProcessDied, match="a learner process died"):
-        actors.answers(calls, "learner", 60)
+        actors._get(calls, "learner")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minite.config.schema import DataConfig, ModelConfig, RunConfig, SamplerConfig
-from minite.driver.data import PromptStream, Task, load_task, split
+from minite.driver.data import PromptStream, Task, load_task, reward, split
 from minite.driver.tokenizer import CharTokenizer
 from minite.errors import UserError
 
@@ -124,6 +124,11 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
     Path(right).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         load(kind="jsonl", path=right, heldout=0)
+
+
+def test_reward_is_exact_match() -> None:
+    assert reward("95", "95") == reward(" 95 ", "95") == 1.0
+    assert [reward(text, "95") for text in ("", "9", "955", "095", "9 5", "-95")] == [0.0] * 6
 
 
 def stream(seed: int = 0) -> PromptStream:

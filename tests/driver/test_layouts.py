@@ -9,10 +9,9 @@ import pytest
 
 from minite.config import resolve_plan
 from minite.driver import checkpoint, loop, rundir
-from minite.driver.actors import LearnerGroup
+from minite.driver.actors import LearnerGroup, SamplerPool
 from minite.driver.loop import Job, Run
 from minite.driver.metrics import MetricsWriter
-from minite.driver.samplers import SamplerPool
 from tests.driver.tiny_run import STRICT, config, lines
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
