@@ -46,7 +46,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "sampler.max_new_tokens sampler.tensor_parallel "
         "algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
-        "data.max_operand monitor.window driver.prometheus_port slime.nodes slime.gpus_per_node slime.gpus_per_engine",
+        "data.max_operand monitor.window slime.nodes slime.gpus_per_node slime.gpus_per_engine",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
     ("at least 5, so that its noise can be estimated", lambda x: x >= 5, "monitor.baseline"),

@@ -188,13 +188,11 @@ class DriverConfig:
     eval_every: int = 10  # steps; on data.heldout prompts
     eval_temperature: float = 0.0  # 0 = greedy
     tensorboard: bool = True
-    prometheus_port: int | None = None  # http://127.0.0.1:PORT/metrics has the newest step; None = no endpoint
-    wandb: bool = False  # Weights & Biases too; its own variables (WANDB_MODE) decide what leaves the machine
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Watches a run for a break of its trend; off without ``watch``. See docs/monitoring.md."""
+    """Watches a run for a break of its trend; off without ``watch``. See docs/metrics.md."""
 
     watch: tuple[str, ...] = ()  # any of gap, tail, ess, router, entropy_rise, entropy_fall; () = no monitor
     window: int = 10  # steps of the rolling means

@@ -1,4 +1,4 @@
-"""The drift test on planted drifts and on noise without one. STATS: fixed seeds; figures are in docs/monitoring.md."""
+"""The drift test on planted drifts and on noise without one. STATS: fixed seeds; figures are in docs/metrics.md."""
 
 from __future__ import annotations
 
