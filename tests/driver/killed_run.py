@@ -20,8 +20,8 @@ from minite.driver.actors import LearnerGroup
 def main(kill_after: int, arguments: list[str]) -> int:
     original, seen = LearnerGroup.train_step, []
 
-    def train_step(self: LearnerGroup, batch: Any, denominator: float) -> dict[str, float]:
-        result = original(self, batch, denominator)
+    def train_step(self: LearnerGroup, batch: Any, *args: float) -> dict[str, float]:
+        result = original(self, batch, *args)
         seen.append(batch.group_S.tolist())
         with Path("trained.jsonl").open("a") as file:
             file.write(json.dumps(seen[-1]) + "\n")
