@@ -24,17 +24,11 @@ from minite.formats import FormatError, NonFiniteError, QTensor, block_scaled, q
 from minite.formats.nvfp4 import PLAIN_OPERANDS
 from minite.formats.rounding import E2M1_VALUES
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CPU, REFERENCE = CpuBackend(strict=False), ReferenceBackend(strict=False)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = {"nvfp4_2d": 48}  # a multiple of 16; else an odd number
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty comes filled with NaN, so an element that nobody writes shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def assert_equals_reference(x, how, amax=None):

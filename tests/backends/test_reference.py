@@ -13,18 +13,12 @@ from minite.config.operands import OPERANDS
 from minite.formats import FormatError, QTensor, block_scaled, quantize_operand
 from minite.formats.rounding import round_once
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 WEIGHTS = [name for name, operand in OPERANDS.items() if "weight" in operand.roles]
 INPUTS = [name for name, operand in OPERANDS.items() if "input" in operand.roles]
 PAIRS = [(w, x) for w in WEIGHTS for x in INPUTS]
 LOOSE, STRICT = ReferenceBackend(strict=False), ReferenceBackend(strict=True)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty comes filled with NaN, so an element that nobody writes shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def true_values(operand):

@@ -10,24 +10,10 @@ from tolerances import assert_same_bytes
 from minite.layers import ops
 
 pytest.importorskip("triton", reason="the Triton backend needs the package triton")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 LENGTHS = [5, 1, 0, 70, 130, 64, 400]
 HEADS = [(8, 2, 16), (32, 4, 128), (6, 2, 64), (4, 4, 128)]  # query heads, KV heads, dimension
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="module")
-def fused():
-    from minite.backends.triton.backend import TritonBackend
-
-    return TritonBackend(strict=False).fused
 
 
 def packed(heads, kv_heads, dim, lengths=LENGTHS):

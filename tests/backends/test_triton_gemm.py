@@ -15,20 +15,13 @@ from minite.formats import QTensor, block_scaled, nvfp4, quantize_operand
 from minite.layers import ops
 
 pytest.importorskip("triton", reason="the Triton backend needs the package triton")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 # every pair of row and weight scales that the kernel knows, and pairs that it leaves to torch
 PAIRS = [("nvfp4_1d", x) for x in ("nvfp4_row", "nvfp4_tensor", "nvfp4_row_4o6", "bf16", "mxfp8", "fp8_row")]
 PAIRS += [(w, "nvfp4_row") for w in ("nvfp4_2d", "nvfp4_1d_4o6", "bf16", "mxfp8", "fp8_tensor", "fp8_128x128")]
 PAIRS += [("bf16", "bf16"), ("mxfp8", "mxfp8"), ("fp8_128x128", "fp8_1x128")]
 ROWS = ([3, 0, 40, 1, 0], [0, 0, 0, 0, 7], [0, 0, 0, 0, 0], [300, 0, 129, 128, 1], [0, 700, 0, 0, 0])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

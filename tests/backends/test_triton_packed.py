@@ -8,7 +8,7 @@ from cases import normal, seeded
 from tolerances import assert_same_bytes
 
 pytest.importorskip("triton", reason="the Triton backend needs the package triton")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 ROWS = (
     [0, 0, 40, 1, 0, 7, 130, 9],
@@ -19,13 +19,6 @@ ROWS = (
 )
 TILES = [(8, 1), (8, 2), (16, 2), (24, 2), (32, 1), (48, 2), (64, 2), (80, 2), (96, 2), (152, 2)]
 SHAPES_NK = [(1536, 2048), (2048, 768), (16, 128), (144, 384)]  # Qwen3-30B-A3B; the smallest; N no multiple of a tile
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -10,23 +10,9 @@ from tolerances import assert_same_bytes
 from minite.layers import ops
 
 pytest.importorskip("triton", reason="the Triton backend needs the package triton")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="module")
-def fused():
-    from minite.backends.triton.backend import TritonBackend
-
-    return TritonBackend(strict=False).fused
 
 
 def scaled(*shape, seed=0):
