@@ -32,10 +32,9 @@ def matmul_rows(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 def matmul_no_few_rows(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """float32 [M, N] = a_MK @ b_NK.T on a CPU, where a decode step of few rows sums as a prefill of many does.
 
-    MKL has other kernels for 1 to 3 rows a thread, which add in another order; from 4 on a row has the same bits in any
-    batch. Fewer than TILE_ROWS are therefore filled up with zeros, which holds up to 8 threads. Found by measuring, not
-    promised by the library: tests/backends/test_row_independence.py would show a library that is otherwise.
-    Differentiable.
+    MKL has other kernels for few rows, which add in another order: 1 to 3 with one thread, up to 7 with two (measured
+    with torch 2.13 on one CPU with AVX2). Fewer than TILE_ROWS are therefore filled up with zeros. The library promises
+    nothing of the kind: tests/backends/test_row_independence.py would show one that is otherwise. Differentiable.
     """
     m = a_MK.shape[0]
     if m >= TILE_ROWS:

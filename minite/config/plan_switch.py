@@ -21,6 +21,8 @@ def with_bf16_inputs(config: RunConfig, plan: PrecisionPlan, patterns: Sequence[
     Weights stay as they are, so W4A4 becomes W4A16. The result has a digest of its own. Raises UserError for a pattern
     that matches nothing with a quantized input, or only a part of what is computed in one GEMM.
     """
+    if not patterns:
+        return plan
     entries = list(plan.entries)
     for pattern in patterns:
         try:

@@ -6,7 +6,6 @@ next proof, and the engine then refuses to generate.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
@@ -160,9 +159,7 @@ class Inside:
         for linear in self.weights.linears:
             before = linear.prepared
             linear.prepare(self.backend)
-            if before is not None:
-                overwrite(before, linear.prepared)
-                linear.prepared = before
+            assert before is None or linear.prepared is before, f"{linear.entry.name} moved in a weight update"
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -206,15 +203,3 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """SGLang's custom weight loader. See Inside.receive."""
     assert _current is not None, "the quantization method of the plan was not built"
     _current.receive(model, dict(named_tensors))
-
-
-def overwrite(old: Any, new: Any) -> None:
-    """Copy every tensor of ``new`` into its place in ``old``: two dataclasses (or tensors) of one structure."""
-    if isinstance(old, Tensor):
-        if old.data_ptr() != new.data_ptr():
-            old.copy_(new)
-    elif dataclasses.is_dataclass(old):
-        for field in dataclasses.fields(old):
-            overwrite(getattr(old, field.name), getattr(new, field.name))
-    else:
-        assert old == new, f"a prepared weight changed from {old!r} to {new!r} in a weight update"
