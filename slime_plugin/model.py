@@ -51,7 +51,8 @@ class NormColumnLinear(ColumnLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        normed = ops.rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon, self.config.strict)
+        fused, eps = self.matmul.backend.fused, self.config.layernorm_epsilon
+        normed = ops.rms_norm(x, self.layer_norm_weight, eps, self.config.strict, fused)
         return super().forward(normed, weight, runtime_gather_output)
 
 

@@ -49,15 +49,18 @@ class Layer:
 
     def __call__(self, x_TH: Tensor, length: int) -> Tensor:
         """x [T, H]: T / length sequences."""
-        x_TH = x_TH + self._attention(ops.rms_norm(x_TH, self.weights["norm"], EPS, False), length)
-        return x_TH + self._moe(ops.rms_norm(x_TH, self.weights["norm"], EPS, False))
+        x_TH = x_TH + self._attention(self._norm(x_TH, "norm"), length)
+        return x_TH + self._moe(self._norm(x_TH, "norm"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return ops.rms_norm(x, self.weights[name], EPS, False, self.backend.fused)
 
     def _attention(self, h_TH: Tensor, length: int) -> Tensor:
         heads = (HEADS, KV_HEADS, KV_HEADS)
         q, k, v = self.linear(h_TH, "qkv").unflatten(-1, (sum(heads), HEAD_DIM)).split(heads, dim=1)
         position_T = torch.arange(len(h_TH), device=h_TH.device) % length
         cos, sin = ops.rope_cos_sin(position_T, HEAD_DIM, 1e6)
-        q, k = (ops.apply_rope(ops.rms_norm(t, self.weights["head_norm"], EPS, False), cos, sin, False) for t in (q, k))
+        q, k = (ops.apply_rope(self._norm(t, "head_norm"), cos, sin, False) for t in (q, k))
         q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, k, v))
         out_SHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.linear(out_SHLD.transpose(1, 2).reshape(len(h_TH), -1), "o")
