@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from minite.config.build import nearest
 from minite.config.match import compile_pattern
-from minite.config.schema import RunConfig
+from minite.config.schema import RuleConfig, RunConfig
 from minite.errors import UserError
 
 _Test = Callable[[str], bool]
@@ -24,12 +24,7 @@ def decide(config: RunConfig, names: Sequence[str]) -> dict[str, int]:
             where = config.where(f"precision.rules[{i}].use")
             raise UserError(f"{where}: rule {i} uses unknown format '{rule.use}'; {nearest(rule.use, known)}")
     tests = [_test_of(config, i) for i in range(len(rules))]
-    deciding: dict[str, int] = {}
-    for name in names:
-        for i, test in enumerate(tests):
-            if test(name):
-                deciding[name] = i
-                break
+    deciding = _first_matches(tests, names)
     uncovered = [name for name in names if name not in deciding]
     if uncovered:
         kinds = ", ".join(dict.fromkeys(numberless(name) for name in uncovered))
@@ -43,11 +38,24 @@ def decide(config: RunConfig, names: Sequence[str]) -> dict[str, int]:
     return deciding
 
 
+def without_dead_rules(config: RunConfig, names: Sequence[str]) -> tuple[RuleConfig, ...]:
+    """The rules that decide a module. Raises UserError for a rule that cannot be read."""
+    rules = config.precision.rules
+    used = set(_first_matches([_test_of(config, i) for i in range(len(rules))], names).values())
+    return tuple(rule for i, rule in enumerate(rules) if i in used)
+
+
+def _first_matches(tests: Sequence[_Test], names: Sequence[str]) -> dict[str, int]:
+    found = {name: next((i for i, test in enumerate(tests) if test(name)), None) for name in names}
+    return {name: i for name, i in found.items() if i is not None}
+
+
 def rule_text(config: RunConfig, index: int) -> str:
     """Where a rule stands and what it says, for messages and for plan.json."""
     rule = config.precision.rules[index]
-    selector = f"match {rule.match}" if rule.match is not None else f"layers {list(rule.layers or ())}"
-    return f"{config.where(f'precision.rules[{index}]')}: rule {index} ({selector} -> {rule.use})"
+    selectors = [] if rule.match is None else [f"match {rule.match}"]
+    selectors += [] if rule.layers is None else [f"layers {list(rule.layers)}"]
+    return f"{config.where(f'precision.rules[{index}]')}: rule {index} ({', '.join(selectors)} -> {rule.use})"
 
 
 def numberless(name: str) -> str:
@@ -57,26 +65,24 @@ def numberless(name: str) -> str:
 
 def _test_of(config: RunConfig, index: int) -> _Test:
     rule, where = config.precision.rules[index], config.where(f"precision.rules[{index}]")
-    if (rule.match is None) == (rule.layers is None):
-        raise UserError(f"{where}: rule {index} needs exactly one of match and layers")
-    if rule.match is not None:
-        try:
-            pattern = compile_pattern(rule.match)
-        except ValueError as error:
-            raise UserError(
-                f"{where}: rule {index}: {error} is not a whole segment; "
-                "expected a name, * for one segment or ** for any number of them"
-            ) from None
-        return lambda name: pattern.fullmatch(name + ".") is not None
-    layers, count = rule.layers or (), config.model.num_layers
-    for layer in layers:
+    if rule.match is None and rule.layers is None:
+        raise UserError(f"{where}: rule {index} names no module; give it match, layers or both")
+    try:
+        pattern = compile_pattern("**" if rule.match is None else rule.match)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: rule {index}: {error} is not a whole segment; "
+            "expected a name, * for one segment or ** for any number of them"
+        ) from None
+    count = config.model.num_layers
+    for layer in rule.layers or ():
         if not -count <= layer < count:
             raise UserError(
                 f"{where}: rule {index} names layer {layer}, but the model has {count} layers; "
                 f"expected {-count} to {count - 1}"
             )
-    prefixes = tuple(f"model.layers.{layer % count}." for layer in layers)
-    return lambda name: name.startswith(prefixes)
+    prefixes = ("",) if rule.layers is None else tuple(f"model.layers.{layer % count}." for layer in rule.layers)
+    return lambda name: name.startswith(prefixes) and pattern.fullmatch(name + ".") is not None
 
 
 def _dead_rule(config: RunConfig, index: int, names: Sequence[str], test: _Test, deciding: dict[str, int]) -> UserError:
@@ -85,9 +91,12 @@ def _dead_rule(config: RunConfig, index: int, names: Sequence[str], test: _Test,
     if matched:
         above = "; ".join(rule_text(config, i) for i in sorted({deciding[name] for name in matched}))
         return UserError(f"{head}: all {len(matched)} it matches are decided above by {above}; move it up or remove it")
-    if rule.match is None:
+    if rule.layers == ():
         return UserError(f"{head}: its list of layers is empty; name some or remove it")
-    return UserError(f"{head}: nothing matches; {nearest(rule.match, dict.fromkeys(numberless(n) for n in names))}")
+    assert rule.match is not None  # a layer that exists has linears
+    place = "" if rule.layers is None else " in these layers"
+    kinds = dict.fromkeys(numberless(name) for name in names)
+    return UserError(f"{head}: nothing{place} matches; {nearest(rule.match, kinds)}")
 
 
 def fusion_groups(config: RunConfig, names: Sequence[str]) -> dict[str, str]:

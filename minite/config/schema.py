@@ -45,11 +45,11 @@ class FormatConfig:
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """Which modules use which format. Exactly one of match and layers."""
+    """Which modules use which format: those that match, in these layers. At least one of match and layers."""
 
     use: str  # a key of precision.formats
     match: str | None = None  # HF module path, whole segments: * one segment, ** any number
-    layers: tuple[int, ...] | None = None  # every linear of these decoder layers; negative counts from the end
+    layers: tuple[int, ...] | None = None  # linears of these decoder layers; negative counts from the end
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,16 @@ WINDOWS = 40
 
 
 def text(subject: Subject, tell: Tell) -> Outcome:
-    """Nats per token over the first WINDOWS windows of the text, end to end, each without context from before it."""
+    """``score`` over as many windows as results are published for."""
+    return score(subject, tell, WINDOWS)
+
+
+def score(subject: Subject, tell: Tell, most: int) -> Outcome:
+    """Nats per token over the first ``most`` windows of the text, end to end, each without context from before it."""
     prose = source()
     tokens = subject.tokenizer.encode(prose)
     size = min(WINDOW, subject.config.model.max_seq_len)
-    windows = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)][:WINDOWS]
+    windows = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)][:most]
     values = []
     for scores in subject.logprobs(windows):
         values.append(-sum(scores) / len(scores))

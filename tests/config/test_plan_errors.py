@@ -52,10 +52,10 @@ ERRORS = {
         "r.yaml:20: rule 0: segment 'q*' of pattern '**.q*' is not a whole segment",
     ),
     "match and layers": (
-        rules('{match: "**", layers: [0], use: bf16}'),
-        "r.yaml:20: rule 0 needs exactly one of match and layers",
+        rules('{match: "lm_head", layers: [0, -1], use: bf16}', '{match: "**", use: bf16}'),
+        "rule 0 (match lm_head, layers [0, -1] -> bf16) decides no module: nothing in these layers matches",
     ),
-    "neither": (rules("{use: bf16}"), "r.yaml:20: rule 0 needs exactly one of match and layers"),
+    "neither": (rules("{use: bf16}"), "r.yaml:20: rule 0 names no module; give it match, layers or both"),
     "unknown format": (
         rules('{match: "**", use: w4a5}'),
         "r.yaml:20: rule 0 uses unknown format 'w4a5'; nearest is 'w4a4'",

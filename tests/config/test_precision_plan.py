@@ -55,6 +55,12 @@ def test_layer_one_is_not_layer_ten(tmp_path):
     assert {entry.name.split(".")[2] for entry in plan if entry.quantized} == {"1"}
 
 
+def test_match_and_layers_both_must_hold(tmp_path):
+    plan = plan_of(tmp_path, MOE, rules('{match: "**.o_proj", layers: [0, -1], use: w4a4}', REST))
+    assert [entry.name for entry in plan if entry.quantized] == [f"model.layers.{i}.self_attn.o_proj" for i in (0, 2)]
+    assert plan["model.layers.2.self_attn.o_proj"].rule.endswith("rule 0 (match **.o_proj, layers [0, -1] -> w4a4)")
+
+
 def test_rules_of_an_extended_file_keep_their_place(tmp_path):
     write(tmp_path, rules('{match: "**", use: bf16}'), "prec.yaml")
     plan = resolve_plan(load_recipe(write(tmp_path, "extends: [prec.yaml]\n" + MOE)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,8 +40,11 @@ def config(folder: Path, checkpoint: Path, *formats: str) -> RunConfig:
     return load_recipe(recipe(folder, "made", checkpoint, *formats))
 
 
-def write_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights, by name."""
+def write_checkpoint(
+    directory: Path,
+    change: Callable[[str, dict[str, torch.Tensor]], torch.Tensor] = lambda name, weights: weights[name],
+) -> dict[str, torch.Tensor]:
+    """Returns the weights, by name. ``change`` makes one of those that were drawn so far, itself included."""
     model = ModelConfig(**MODEL)
     g, weights = torch.Generator().manual_seed(0), {}
     with CheckpointWriter(directory) as writer:
@@ -48,6 +52,7 @@ def write_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
             weights[name] = (
                 torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * shape[-1] ** -0.5
             )
+            weights[name] = change(name, weights)
             writer.add(name, weights[name])
         writer.write_json("config.json", write_hf_config(model))
     save_tokenizer(directory)
