@@ -12,6 +12,9 @@ from minite.config.schema import FormatConfig, PrecisionConfig, RuleConfig
 
 RECIPE = Path(__file__).with_name("triage_evidence.yaml")
 OFF = 1e9  # a limit that nothing reaches
+RESULTS = "results.jsonl"  # in the folder of the results
+CHUNK = 25  # steps whose means are one line of it
+TAIL = "tail/negative_frac"  # tokens with d < -limit_negative and A < 0, by TRIAGE's default limits in every arm
 
 
 @dataclass(frozen=True)

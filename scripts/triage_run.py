@@ -7,15 +7,17 @@ the sampler may be synced every few steps only, and that a placebo may shuffle t
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from triage_cases import ARMS, recipe, sampler_recipe
+from triage_cases import ARMS, CHUNK, TAIL, recipe, sampler_recipe
 from triage_placebo import shuffled
 
 from minite.config import RunConfig, resolve_plan
@@ -41,7 +43,6 @@ KEPT = (  # keys of docs/metrics.md that a run of thousands of steps keeps
     "gap/corr_advantage", "ratio/ess", "correction/dropped_frac", "correction/weight_mean", "learner/grad_norm",
     "loss/clip_frac", "time/step",
 )  # fmt: skip
-TAIL = "tail/negative_frac"  # tokens with d < -limit_negative and A < 0, by TRIAGE's default limits in every arm
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Job:
     steps: int
     sync_every: int
     checkpoint_every: int
-    folder: Path
+    folder: Path  # checkpoints and every step
+    results: Path  # a file that all runs append their means of CHUNK steps to
     data: Path
     overrides: tuple[str, ...]
 
@@ -107,6 +109,7 @@ class _Rollouts:
 
 def start_weights(job: Job) -> None:
     """Make the warm start of a job's seed, in the cache that all its runs read."""
+    torch.set_num_threads(1)
     _prepare(job.config(), job.folder)
 
 
@@ -122,6 +125,8 @@ def _prepare(config: RunConfig, folder: Path) -> None:
 
 def go(job: Job, until: float) -> bool:
     """Run or go on with a job until it is done or time.time() passes ``until``. Returns whether it is done."""
+    if time.time() > until:
+        return False
     torch.set_num_threads(1)
     config = job.config()
     _prepare(config, job.folder)
@@ -135,8 +140,12 @@ def go(job: Job, until: float) -> bool:
     ):
         run = _Run(job, config, pair)
         run.restore(found) if found else run.begin()
+        lines = read_metrics(job.folder)
         while run.step < job.steps:
-            metrics.write(run.step + 1, run.train_step())
+            lines.append(run.train_step())
+            metrics.write(run.step, lines[-1])
+            if run.step % CHUNK == 0:
+                publish(job, run.step, lines[-CHUNK:])
             late = time.time() > until
             if run.step % job.checkpoint_every == 0 or run.step == job.steps or (late and run.in_sync):
                 run.save()
@@ -222,6 +231,22 @@ def negative_tail(tokens: LossTokens) -> float:
     assert isinstance(default.calm, float)
     tail_N = (token_regions(default, tokens, default.calm) == Region.TAIL) & (tokens.advantage_N < 0)
     return int(tail_N.sum()) / max(tokens.num_tokens, 1)
+
+
+def publish(job: Job, step: int, lines: Sequence[Mapping[str, float]]) -> None:
+    """Append the means of the steps up to ``step``: one write, so that lines of several processes do not mix."""
+    means = {}
+    for key in (*KEPT, TAIL):
+        values = [line[key] for line in lines if line.get(key) is not None]
+        if values:
+            means[key] = float(f"{statistics.fmean(values):.5g}")
+    record = {"precision": job.precision, "correction": job.arm, "seed": job.seed, "steps": job.steps, "step": step}
+    text = json.dumps(record | means) + "\n"
+    file = os.open(job.results, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -1,7 +1,14 @@
-"""From the runs of scripts/triage_evidence.py to numbers: means, paired differences, steps to collapse, curves."""
+"""From the results of scripts/triage_evidence.py to numbers: means, paired differences, steps to collapse, curves.
+
+    python scripts/triage_table.py DIR [--steps N]
+
+DIR/results.jsonl may still be growing. --steps N: compare the first N steps of every run that has them, whatever was
+asked for. Runs that are shorter are named and left out.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -9,89 +16,91 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from triage_cases import CONTROL
-from triage_run import TAIL, Job, read_metrics
+from triage_cases import ARMS, CONTROL, PRECISIONS, RESULTS, TAIL
 from triage_stats import interval, words
 
-SMOOTH = 25  # steps of the running mean in which a collapse is looked for
-LOST = 0.7  # a run has collapsed where its running mean reward is below this part of its best
+LOST = 0.7  # a run has collapsed where the mean reward of a line is below this part of its best line before
 LAST = 0.1  # the part of a run that its final values are means of
-POINTS = 40  # of a curve
+POINTS = 4  # of the curves in the second table
 
 Key = tuple[str, str]  # precision, arm
+Line = Mapping[str, float]  # means over the steps since the line before
 Final = dict[str, float]
 
 
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Of every ``width`` values in a row."""
-    total, means = sum(values[:width]), []
-    for i in range(width, len(values) + 1):
-        means.append(total / width)
-        total += values[i] - values[i - width] if i < len(values) else 0.0
-    return means
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="DIR")
+    parser.add_argument("--steps", type=int, help="compare after this many steps (default: those asked for)")
+    args = parser.parse_args()
+    print(report(args.out / RESULTS, args.steps))
 
 
-def collapse_step(rewards: Sequence[float]) -> int | None:
-    """The first step at which the running mean reward lies below LOST of the best one before. None = it held."""
+def report(path: Path, steps: int | None = None) -> str:
+    """Both tables, what the controls say, and the runs that are too short, from a file of results."""
+    runs = read_results(path)
+    if not runs:
+        return f"{path}: no results yet"
+    steps = steps or int(max(lines[-1]["steps"] for seeds in runs.values() for lines in seeds.values()))
+    whole: dict[Key, dict[int, list[Line]]] = defaultdict(dict)
+    short = []
+    for key, seeds in runs.items():
+        for seed, lines in sorted(seeds.items()):
+            if lines[-1]["step"] < steps:
+                short.append(f"{'/'.join(key)}/seed{seed} ({lines[-1]['step']})")
+            else:
+                whole[key][seed] = [line for line in lines if line["step"] <= steps]
+    finals = {key: {seed: summary(lines) for seed, lines in seeds.items()} for key, seeds in whole.items()}
+    text = "\n\n".join([f"{steps} steps", table(finals), curves(whole), "\n".join(verdicts(finals))])
+    return text + (f"\n\nshorter than {steps} steps: {', '.join(short)}" if short else "")
+
+
+def read_results(path: Path) -> dict[Key, dict[int, list[Line]]]:
+    """Lines by run, in the order of ARMS and of the steps. A run that went on from a checkpoint replaces its lines."""
+    found: dict[Key, dict[int, dict[int, Line]]] = defaultdict(lambda: defaultdict(dict))
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []  # a killed process may leave a torn last line
+    for text in whole:
+        line = json.loads(text)
+        found[line["precision"], line["correction"]][line["seed"]][line["step"]] = line
+    order = [(precision, arm) for precision in PRECISIONS for arm in ARMS]
+    return {
+        key: {seed: [by_step[step] for step in sorted(by_step)] for seed, by_step in found[key].items()}
+        for key in order
+        if key in found
+    }
+
+
+def collapse_step(lines: Sequence[Line]) -> float:
+    """The step by which the mean reward of a line lies below LOST of the best one before. 0 = it held."""
     best = 0.0
-    for i, mean in enumerate(running_mean(rewards, min(SMOOTH, len(rewards)))):
-        if mean < LOST * best:
-            return i + SMOOTH
-        best = max(best, mean)
-    return None
+    for line in lines:
+        if line["reward/mean"] < LOST * best:
+            return line["step"]
+        best = max(best, line["reward/mean"])
+    return 0.0
 
 
-def summary(lines: list[dict[str, float]]) -> Final:
-    """Numbers of one run: means over its end, the best reward, and when it collapsed (0 = never)."""
-    end = lines[-max(int(LAST * len(lines)), 1) :]
-    final = {key: statistics.fmean([line[key] for line in end if line.get(key) is not None] or [math.nan])
-             for key in ("reward/mean", "entropy/mean", "gap/abs_mean", "gap/p0.1", "ratio/ess", TAIL)}  # fmt: skip
-    rewards = [line["reward/mean"] for line in lines]
-    start = lines[: max(int(LAST * len(lines)), 1)]
-    final["start gap/abs_mean"] = statistics.fmean(line["gap/abs_mean"] for line in start)
-    final["mean reward"] = statistics.fmean(rewards)
-    final["best reward"] = max(running_mean(rewards, min(SMOOTH, len(rewards))))
-    final["collapsed at"] = float(collapse_step(rewards) or 0)
-    final["steps"] = float(len(lines))
+def summary(lines: Sequence[Line]) -> Final:
+    """Numbers of one run: means over its end, the best reward, and when it collapsed."""
+    part = max(int(LAST * len(lines)), 1)
+    keys = ("reward/mean", "entropy/mean", "gap/abs_mean", "gap/p0.1", "ratio/ess", TAIL)
+    final = {key: _mean(lines[-part:], key) for key in keys}
+    final["start gap/abs_mean"] = _mean(lines[:part], "gap/abs_mean")
+    final["mean reward"] = _mean(lines, "reward/mean")
+    final["best reward"] = max(line["reward/mean"] for line in lines)
+    final["collapsed at"] = collapse_step(lines)
     return final
 
 
-def curves(runs: Sequence[list[dict[str, float]]]) -> dict[str, list[float]]:
-    """Means over seeds at POINTS parts of the run."""
-    length = min(len(lines) for lines in runs)
-    edges = [round(i * length / POINTS) for i in range(POINTS + 1)]
-    found: dict[str, list[float]] = {"step": [float(b) for b in edges[1:]]}
-    for key in ("reward/mean", "entropy/mean", "gap/abs_mean", "gap/p0.1", "gap/p1", "correction/dropped_frac", TAIL):
-        found[key] = [
-            statistics.fmean([line[key] for lines in runs for line in lines[a:b] if line.get(key) is not None] or [0.0])
-            for a, b in zip(edges, edges[1:], strict=False)
-        ]
-    return found
-
-
-def write_results(out: Path, jobs: Sequence[Job]) -> str:
-    """Write results.json; the table, over the seeds of which a run is whole."""
-    whole: dict[Key, dict[int, list[dict[str, float]]]] = defaultdict(dict)
-    for job in jobs:
-        lines = read_metrics(job.folder)
-        if len(lines) >= job.steps:
-            whole[job.precision, job.arm][job.seed] = lines[: job.steps]
-    finals = {key: {seed: summary(lines) for seed, lines in runs.items()} for key, runs in whole.items()}
-    content = [
-        {"precision": key[0], "correction": key[1], "seeds": finals[key], "curves": curves(list(runs.values()))}
-        for key, runs in whole.items()
-    ]
-    (out / "results.json").write_text(json.dumps(content))
-    missing = sum(1 for job in jobs if job.seed not in whole.get((job.precision, job.arm), {}))
-    text = table(finals) + "\n\n" + "\n".join(verdicts(finals))
-    return text + (f"\n{missing} of {len(jobs)} runs are not done: the same command goes on" if missing else "")
+def _mean(lines: Sequence[Line], key: str) -> float:
+    return statistics.fmean([line[key] for line in lines if line.get(key) is not None] or [math.nan])
 
 
 def table(finals: Mapping[Key, Mapping[int, Final]]) -> str:
     lines = [
         "| precision | correction | seeds | collapsed (median step) | final reward | minus none, paired | mean reward "
-        "| minus none, paired | entropy | mean abs gap, start -> end | gap p0.1 | negative tail |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| minus none, paired | best reward | entropy | mean abs gap, start -> end | gap p0.1 | negative tail |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (precision, arm), runs in finals.items():
         base = finals.get((precision, "none"), {})
@@ -102,8 +111,28 @@ def table(finals: Mapping[Key, Mapping[int, Final]]) -> str:
         for key in ("reward/mean", "mean reward"):
             cells.append(words(interval([run[key] for run in runs.values()])))
             cells.append(words(difference(runs, base, key), sign="+") if arm != "none" else "")
-        cells += [f"{mean['entropy/mean']:.3f}", f"{mean['start gap/abs_mean']:.3f} -> {mean['gap/abs_mean']:.3f}"]
+        cells += [f"{mean['best reward']:.3f}", f"{mean['entropy/mean']:.3f}"]
+        cells += [f"{mean['start gap/abs_mean']:.3f} -> {mean['gap/abs_mean']:.3f}"]
         cells += [f"{mean['gap/p0.1']:.2f}", f"{mean[TAIL]:.2%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def curves(whole: Mapping[Key, Mapping[int, Sequence[Line]]]) -> str:
+    """Means over the seeds in each part of the run."""
+    keys = {"reward": "reward/mean", "entropy": "entropy/mean", "abs gap": "gap/abs_mean", "gap p0.1": "gap/p0.1",
+            "negative tail": TAIL, "gradient norm": "learner/grad_norm"}  # fmt: skip
+    parts = [f"{i + 1}/{POINTS}" for i in range(POINTS)]
+    lines = [f"| precision, correction: parts {', '.join(parts)} | " + " | ".join(keys) + " |"]
+    lines.append("|---" * (len(keys) + 1) + "|")
+    for (precision, arm), runs in whole.items():
+        cells = [f"{precision}, {arm}"]
+        for key in keys.values():
+            values = []
+            for i in range(POINTS):
+                cut = [lines_[len(lines_) * i // POINTS : len(lines_) * (i + 1) // POINTS] for lines_ in runs.values()]
+                values.append(f"{_mean([line for part in cut for line in part], key):.3g}")
+            cells.append(", ".join(values))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -115,14 +144,20 @@ def difference(runs: Mapping[int, Final], base: Mapping[int, Final], key: str) -
 
 
 def verdicts(finals: Mapping[Key, Mapping[int, Final]]) -> list[str]:
-    """What the two controls say: does the mismatch itself do harm, and does it matter where the weights lie?"""
+    """Does the mismatch itself do harm, does it matter where the weights lie, and which part of the rule does what?"""
     said = []
     for precision, control in CONTROL.items():
-        harm = difference(finals.get((precision, "none"), {}), finals.get((control, "none"), {}), "reward/mean")
-        if harm is not None:
-            said.append(f"{precision}, none, minus {control}, none (what the mismatch costs): {words(harm, sign='+')}")
-        for other in ("placebo", "tis", "icepop"):
-            gain = difference(finals.get((precision, "triage"), {}), finals.get((precision, other), {}), "reward/mean")
-            if gain is not None:
-                said.append(f"{precision}: triage minus {other}: {words(gain, sign='+')}")
+        for other in (control, "bf16"):
+            harm = difference(finals.get((precision, "none"), {}), finals.get((other, "none"), {}), "reward/mean")
+            text = f"{precision}, none, minus {other}, none (what the mismatch costs): {words(harm, sign='+')}"
+            if harm is not None and text not in said:
+                said.append(text)
+        for arm in ARMS:
+            gain = difference(finals.get((precision, "triage"), {}), finals.get((precision, arm), {}), "reward/mean")
+            if gain is not None and arm != "triage":
+                said.append(f"{precision}: triage minus {arm}, final reward: {words(gain, sign='+')}")
     return said
+
+
+if __name__ == "__main__":
+    main()

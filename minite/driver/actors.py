@@ -6,7 +6,6 @@ and not as "the actor died".
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from minite.config import PrecisionPlan, RunConfig
 from minite.driver.cluster import Slot
+from minite.driver.ports import free_port
 from minite.errors import ProcessDied, UserError
 from minite.sampler.engine import Completion, EngineStats, Request
 from minite.types import RolloutBatch, WeightVersion
@@ -187,9 +187,3 @@ class SamplerPool:
 
     def stats(self) -> list[EngineStats]:
         return _get([e.stats.remote() for e in self._engines], "sampler")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

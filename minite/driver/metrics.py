@@ -10,10 +10,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from minite.driver.progress import ProgressView
 from minite.errors import UserError
+
+if TYPE_CHECKING:
+    from minite.driver.progress import ProgressView
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minite.config import PrecisionPlan, RunConfig
-from minite.driver.actors import free_port
+from minite.driver.ports import free_port
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
 from minite.sampler.engine import Engine
