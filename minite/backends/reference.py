@@ -135,6 +135,17 @@ class ReferenceBackend:
                 dw_ENK[e] = self.gemm(dy_rN.T, self.prepare(x_rK.T), dtype)
         return dw_ENK
 
+    def grouped_wgrad_of_codes(self, dy_NR: QTensor, x_KR: QTensor, columns_E: Tensor, dtype: torch.dtype) -> Tensor:
+        """[E, N, K] by expert, of columnwise codes: the columns of an expert in one times those in the other."""
+        a, b = self._read(dy_NR), self.prepare(x_KR)
+        dw_ENK = a.values.new_zeros(len(columns_E), a.values.shape[0], b.values.shape[0], dtype=dtype)
+        first = 0
+        for e, columns in enumerate(columns_E.tolist()):
+            part = slice(first, first := first + columns)
+            if columns:
+                dw_ENK[e] = self._finish(self._product(a.values[:, part], b.values[:, part]), a, b, dtype)
+        return dw_ENK
+
     def _read(self, x: Operand | Prepared) -> Prepared:
         if isinstance(x, Prepared):
             return x

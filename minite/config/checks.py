@@ -117,7 +117,7 @@ def check_choices(config: RunConfig) -> None:
             if value not in GRADIENT_CHOICES:
                 raise UserError(
                     f"{config.where(path)}: {path} is {value!r}: expected one of {', '.join(GRADIENT_CHOICES)}; "
-                    "gradient GEMMs run in BF16 on the original operands or on the dequantized ones"
+                    "gradient GEMMs run in BF16 on the original operands or on the dequantized ones, or in NVFP4"
                 )
 
 

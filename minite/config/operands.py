@@ -43,5 +43,7 @@ OPERANDS: dict[str, OperandFormat] = {
     )
 }
 
-# Operand of dgrad (the weight) and of wgrad (the input): the original, or what the forward used.
-GRADIENT_CHOICES = ("bf16", "dequantized")
+# Operands of dgrad and wgrad: a BF16 gradient with the original weight (input) or with what the forward used; or all of
+# it quantized to NVFP4 along what is summed over (layers/nvfp4_gradients.py).
+GRADIENT_CHOICES = ("bf16", "dequantized", "nvfp4")
+NVFP4_SUM = 16  # what dgrad sums over, N, is a multiple of this

@@ -26,7 +26,7 @@ class PlanEntry:
     format: str  # key of precision.formats, or "bf16"
     weight: str  # operand of config/operands.py
     input: str
-    dgrad: str  # weight used by the input gradient: "bf16" = the original | "dequantized"
+    dgrad: str  # weight used by the input gradient: "bf16" = the original | "dequantized" | "nvfp4"
     wgrad: str  # input used by the weight gradient: likewise
     group: str | None  # fusion group, e.g. "model.layers.0.self_attn.qkv_proj"; members share one outer scale
     rule: str  # the deciding rule and where it stands, for people

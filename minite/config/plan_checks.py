@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from minite.config.build import nearest
-from minite.config.operands import OPERANDS
+from minite.config.operands import NVFP4_SUM, OPERANDS
 from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.rules import numberless
 from minite.config.schema import RunConfig
@@ -30,11 +30,11 @@ def check_formats(config: RunConfig) -> None:
                     f"that role; expected one of {', '.join(usable)}"
                 )
         for gradient, role in (("dgrad", "weight"), ("wgrad", "input")):
-            if getattr(fmt, gradient) == "dequantized" and getattr(fmt, role) == "bf16":
+            if getattr(fmt, gradient) != "bf16" and getattr(fmt, role) == "bf16":
                 where = config.where(f"{path}.{gradient}")
                 raise UserError(
-                    f"{where}: {path}.{gradient} is dequantized, but its {role} is bf16, which is never quantized; "
-                    f"remove {gradient}"
+                    f"{where}: {path}.{gradient} is {getattr(fmt, gradient)}, but its {role} is bf16, which is never "
+                    f"quantized; remove {gradient}"
                 )
 
 
@@ -69,20 +69,21 @@ def check_shapes(config: RunConfig, plan: PrecisionPlan, family: ModelFamily) ->
     for entry in plan.entries:
         axis = family.split_axis(entry.name)
         n_shards, k_shards = (tp if axis == "N" else 1), (tp if axis == "K" else 1)
-        key = (entry.n, entry.k, entry.weight, entry.input, n_shards, k_shards)
+        key = (entry.n, entry.k, entry.weight, entry.input, entry.dgrad, n_shards, k_shards)
         if key in checked:
             continue
         checked.add(key)
         weight, given = OPERANDS[entry.weight], OPERANDS[entry.input]
         for axis, size, shards, operand, multiple in (
-            ("K", entry.k, k_shards, weight, weight.k_multiple),
-            ("K", entry.k, k_shards, given, given.k_multiple),
-            ("N", entry.n, n_shards, weight, weight.rows_multiple),
+            ("K", entry.k, k_shards, weight.name, weight.k_multiple),
+            ("K", entry.k, k_shards, given.name, given.k_multiple),
+            ("N", entry.n, n_shards, weight.name, weight.rows_multiple),
+            ("N", entry.n, n_shards, "dgrad: nvfp4", NVFP4_SUM if entry.dgrad == "nvfp4" else 1),
         ):
             if multiple > 1 and size % (multiple * shards):
                 split = f" over {shards} tensor-parallel ranks" if shards > 1 else ""
                 raise UserError(
-                    f"{entry.rule}: module '{entry.name}' has {axis} = {size}{split}, but operand '{operand.name}' "
+                    f"{entry.rule}: module '{entry.name}' has {axis} = {size}{split}, but operand '{operand}' "
                     f"needs a multiple of {multiple} on each rank; use another format for it"
                 )
 

@@ -39,7 +39,9 @@ class FormatConfig:
 
     weight: str = "bf16"
     input: str = "bf16"
-    dgrad: str = "bf16"  # weight used for the input gradient: bf16 = the original | dequantized = what fprop used
+    dgrad: str = (
+        "bf16"  # weight used for the input gradient: bf16 = the original | dequantized = what fprop used | nvfp4
+    )
     wgrad: str = "bf16"  # input used for the weight gradient: likewise
 
 

@@ -75,3 +75,8 @@ def _check(entry: PlanEntry) -> None:
             f"{entry.rule}: format '{entry.format}' has weight {entry.weight} and input {entry.input}, but Transformer "
             f"Engine's NVFP4 recipe has {' or '.join(WEIGHTS)} with {' or '.join(INPUTS)}; change precision.backend"
         )
+    if "nvfp4" in (entry.dgrad, entry.wgrad):
+        raise UserError(
+            f"{entry.rule}: format '{entry.format}' has gradients in nvfp4, which backend te does not quantize as the "
+            "plan says; use bf16 or dequantized, or another precision.backend"
+        )

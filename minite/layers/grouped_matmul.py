@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minite.backends.base import Backend
 from minite.formats import QTensor
+from minite.layers import nvfp4_gradients
 from minite.layers.matmul import (
     NO_HOOKS,
     AmaxHooks,
@@ -54,21 +55,29 @@ class _QuantGroupedMatmul(torch.autograd.Function):
             *(weights if needs_x and codes_ENK is None else ()),
         )
         ctx.rows_E, ctx.backend, ctx.dtype, ctx.num_weights = rows_E, backend, x_RK.dtype, len(weights)
-        ctx.stacked = weights[0].ndim == 3
+        ctx.stacked, ctx.spec, ctx.name = weights[0].ndim == 3, spec, name
         return backend.grouped_gemm(a_RK, weight.operand, rows_E, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
         x_RK, w_ENK, *originals = saved_operands(ctx, ctx.dtype)
+        backend: Backend = ctx.backend
+        common = backend, ctx.dtype, ctx.name
         dy_RN = dy_RN.to(ctx.dtype)
         dx_RK: Tensor | None = None
         if ctx.needs_input_grad[0]:
             w_ENK = _stacked([w for w in originals if w is not None]) if w_ENK is None else w_ENK
-            w_EKN = ctx.backend.prepare(w_ENK.transpose(1, 2))
-            dx_RK = ctx.backend.grouped_gemm(dy_RN, w_EKN, ctx.rows_E, ctx.dtype)
+            if ctx.spec.dgrad == "nvfp4":
+                dx_RK = nvfp4_gradients.grouped_dgrad(dy_RN, w_ENK, ctx.rows_E, *common)
+            else:
+                w_EKN = backend.prepare(w_ENK.transpose(1, 2))
+                dx_RK = backend.grouped_gemm(dy_RN, w_EKN, ctx.rows_E, ctx.dtype)
         dw: list[Tensor | None] = [None] * ctx.num_weights
         if x_RK is not None:
-            dw_ENK = ctx.backend.grouped_wgrad(dy_RN, x_RK, ctx.rows_E, ctx.dtype)
+            if ctx.spec.wgrad == "nvfp4":
+                dw_ENK = nvfp4_gradients.grouped_wgrad(dy_RN, x_RK, ctx.rows_E, *common)
+            else:
+                dw_ENK = backend.grouped_wgrad(dy_RN, x_RK, ctx.rows_E, ctx.dtype)
             dw = [dw_ENK] if ctx.stacked else [*dw_ENK]
         return dx_RK, None, None, None, None, None, None, None, *dw
 

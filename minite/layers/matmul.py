@@ -3,6 +3,7 @@
 Forward    y = round(A @ B.T), A = the input in ``spec.input``, B = the weight in ``spec.weight``.
 dgrad      dx = dy @ W,        W = the original weight (``bf16``) or B dequantized (``dequantized``).
 wgrad      dw = dy.T @ X,      X = the original input or A dequantized, likewise.
+Both may be ``nvfp4`` instead: products of two quantized operands (nvfp4_gradients.py).
 
 Both quantizers are straight-through: dx and dw are the gradients of the unquantized x and w. "dequantized" operands
 are rounded to the storage dtype, as TransformerEngine's ``backward_override="dequantized"`` does. All three GEMMs run
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from minite.backends.base import Backend, Operand
 from minite.formats import FormatError, operand_amax
+from minite.layers import nvfp4_gradients
 from minite.layers.weight_cache import PreparedWeight, WeightCache
 
 AmaxReduction = Callable[[Tensor], Tensor]
@@ -146,19 +148,27 @@ class _QuantMatmul(torch.autograd.Function):
             original_or_dequantized(w_NK, weight.quantized, spec.dgrad) if needs_x else None,
         )
         ctx.backend, ctx.x_dtype, ctx.w_dtype, ctx.partial = backend, x_MK.dtype, w_NK.dtype, hooks.partial
+        ctx.spec, ctx.name = spec, name
         if hooks.partial is None:
             return backend.gemm(a_MK, weight.operand, out_dtype)
         return backend.gemm_of_parts(a_MK, weight.operand, out_dtype, hooks.partial)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        gemm, prepare = ctx.backend.gemm, ctx.backend.prepare
+        backend: Backend = ctx.backend
         x_MK, w_NK = saved_operands(ctx, ctx.x_dtype)
         dy_MN = dy_MN.to(ctx.x_dtype)
         if ctx.partial is not None:
             dy_MN = ctx.partial.gather(dy_MN)
-        dx_MK = None if w_NK is None else gemm(dy_MN, prepare(w_NK.T), ctx.x_dtype)
-        dw_NK = None if x_MK is None else gemm(dy_MN.T, prepare(x_MK.T), ctx.w_dtype)
+        dx_MK = dw_NK = None
+        if w_NK is not None and ctx.spec.dgrad == "nvfp4":
+            dx_MK = nvfp4_gradients.dgrad(dy_MN, w_NK, backend, ctx.x_dtype, ctx.name)
+        elif w_NK is not None:
+            dx_MK = backend.gemm(dy_MN, backend.prepare(w_NK.T), ctx.x_dtype)
+        if x_MK is not None and ctx.spec.wgrad == "nvfp4":
+            dw_NK = nvfp4_gradients.wgrad(dy_MN, x_MK, backend, ctx.w_dtype, ctx.name)
+        elif x_MK is not None:
+            dw_NK = backend.gemm(dy_MN.T, backend.prepare(x_MK.T), ctx.w_dtype)
         return dx_MK, dw_NK, None, None, None, None, None, None
 
 

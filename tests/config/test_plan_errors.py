@@ -78,6 +78,10 @@ ERRORS = {
         "precision: {formats: {bf16: {weight: nvfp4_1d}}}\n",
         "r.yaml:15: format 'bf16' always exists and cannot be redefined; rename it",
     ),
+    "nvfp4 bf16 input": (
+        "precision: {formats: {f: {weight: nvfp4_1d, wgrad: nvfp4}}}\n",
+        "precision.formats.f.wgrad is nvfp4, but its input is bf16, which is never quantized; remove wgrad",
+    ),
     "dequantized bf16 weight": (
         "precision: {formats: {f: {input: mxfp8, dgrad: dequantized}}}\n",
         "precision.formats.f.dgrad is dequantized, but its weight is bf16, which is never quantized; remove dgrad",
@@ -145,6 +149,14 @@ ERRORS = {
 def test_errors(tmp_path, case):
     precision, expected = ERRORS[case]
     assert expected in error(tmp_path, precision)
+
+
+def test_nvfp4_dgrad_sums_over_whole_blocks(tmp_path):
+    odd, both = DENSE.replace("intermediate_size: 96", "intermediate_size: 40"), ("**.gate_proj", "**.up_proj")
+    text = error(tmp_path, one_format("weight: nvfp4_1d, dgrad: nvfp4", *both), odd)
+    assert "has N = 40, but operand 'dgrad: nvfp4' needs a multiple of 16 on each rank" in text
+    plan = plan_of(tmp_path, odd, one_format("weight: nvfp4_1d, input: nvfp4_row, wgrad: nvfp4", *both))
+    assert {entry.wgrad for entry in plan if entry.quantized} == {"nvfp4"}
 
 
 def test_alignment_off_allows_what_alignment_forbids(tmp_path):

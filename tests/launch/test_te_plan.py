@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from minite.config import load_recipe, resolve_plan
+from minite.errors import UserError
 from minite.launch.te import megatron_module, precision_file
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -45,3 +46,9 @@ def test_evaluation_has_no_recipe_of_its_own():
     content = precision_file(resolve_plan(load_recipe(RECIPES / "qwen3_4b_w4a4_grpo.yaml")))
     for config in content["configs"].values():
         assert set(config) == {"transformer_engine_config_type", "training_recipe"}
+
+
+def test_gradients_of_ours_are_refused():
+    plan = resolve_plan(load_recipe(RECIPES / "qwen3_4b_w4a4_grpo.yaml", ["precision.formats.w4a4.wgrad=nvfp4"]))
+    with pytest.raises(UserError, match="format 'w4a4' has gradients in nvfp4, which backend te does not quantize"):
+        precision_file(plan)

@@ -115,6 +115,9 @@ class NativeBackend:
         """[E, N, K] = dy_e.T @ x_e by expert, in BF16."""
         return self._emulation.grouped_wgrad(dy_RN, x_RK, rows_E, dtype)
 
+    def grouped_wgrad_of_codes(self, dy_NR: QTensor, x_KR: QTensor, columns_E: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._emulation.grouped_wgrad_of_codes(dy_NR, x_KR, columns_E, dtype)
+
 
 def _outer_amax(x_MK: Tensor, outer: str, how: str, amax: Tensor | None) -> Tensor:
     """[] or [E]: the given one, checked, or the measured. A weight is measured in any case, to see NaN and Inf."""

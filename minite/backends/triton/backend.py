@@ -156,6 +156,10 @@ class TritonBackend:
         ends_E = rows_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(dy_RN.contiguous().t(), x_RK.contiguous(), offs=ends_E)
 
+    def grouped_wgrad_of_codes(self, dy_NR: QTensor, x_KR: QTensor, columns_E: Tensor, dtype: torch.dtype) -> Tensor:
+        """As the reference, which reads columns_E on the host: no kernel here sums over ragged columns in float32."""
+        return self._torch.grouped_wgrad_of_codes(dy_NR, x_KR, columns_E, dtype)
+
     def _read(self, x: Operand | Prepared) -> Prepared:
         if isinstance(x, Prepared):
             return x
