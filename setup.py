@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("minite/__init__.py").read_tex
 SGLANG = ["sglang>=0.5.15"]
 HF = ["transformers>=5.0"]
 CPU = ["numba>=0.63"]
+PROMETHEUS = ["prometheus-client>=0.20"]
 SMOLLM2 = [*HF, "gguf>=0.17"]
 
 setup(
@@ -42,9 +43,12 @@ setup(
         "sglang": SGLANG,  # SGLang as the sampler
         # slime itself comes from its repository: the package of that name elsewhere is unrelated
         "slime": [*SGLANG, "math-verify>=0.9"],
+        "prometheus": PROMETHEUS,  # driver.prometheus_port
+        "wandb": ["wandb>=0.19"],  # driver.wandb
         "cpu": CPU,  # compiles the NVFP4 quantizer of a CPU at first use; without it: the same bytes, slower
         "dev": [
             *CPU,
+            *PROMETHEUS,
             *SMOLLM2,  # the tests compare models with the Hugging Face implementation
             "pytest>=8.4",
             "pytest-cov>=6.0",

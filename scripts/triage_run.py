@@ -136,7 +136,7 @@ def go(job: Job, until: float) -> bool:
         return True
     with (
         _engines(config, job.precision) as pair,
-        closing(MetricsWriter(job.folder, _Silent(), tensorboard=False, after_step=done)) as metrics,  # type: ignore[arg-type]
+        closing(MetricsWriter(job.folder, _Silent(), after_step=done)) as metrics,  # type: ignore[arg-type]
     ):
         run = _Run(job, config, pair)
         run.restore(found) if found else run.begin()

@@ -43,7 +43,7 @@ HOMES = {
     "numba": "minite/backends/cpu",
     "matplotlib": "minite/diagnostics",
 }
-LAZY = {"transformers"}  # imported inside a function, where a recipe asks for it
+LAZY = {"transformers", "prometheus_client", "wandb"}  # imported inside a function, where a recipe asks for it
 NEVER = {"slime_plugin", "slime", "tests", "scripts"}
 
 

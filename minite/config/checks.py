@@ -75,6 +75,7 @@ BOUNDS: tuple[_Bound, ...] = (
     ("more than 0 and below 1", lambda x: 0 < x < 1, "slime.memory_fraction monitor.lr_factor"),
     ("at least 0 and below 1", lambda x: 0 <= x < 1, "learner.beta1 learner.beta2 algo.clip_low"),
     ("more than 1", lambda x: x > 1, "algo.dual_clip"),
+    ("a port from 1 to 65535", lambda x: 1 <= x <= 65535, "driver.prometheus_port"),
     ("0 or 1", lambda x: x in (0, 1), "driver.ahead"),
 )
 

@@ -1,8 +1,8 @@
 """The only reader and writer of environment variables.
 
 miniTE itself reads MINITE_CACHE_DIR (without it XDG_CACHE_HOME), and for `minite launch` MINITE_SLIME_DIR and
-MINITE_MEGATRON_DIR. What third parties need for the numerics of a plan is derived from the plan here, for the engines
-that run them.
+MINITE_MEGATRON_DIR; whether Weights & Biases' own are set decides if it stays on this machine. What third parties need
+for the numerics of a plan is derived from the plan here, for the engines that run them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def megatron_dir() -> Path | None:
 def _directory(name: str) -> Path | None:
     own = os.environ.get(name)
     return Path(own) if own else None
+
+
+def wandb_is_set_up() -> bool:
+    """Whether the user has told Weights & Biases where to send a run: WANDB_MODE or WANDB_API_KEY is set."""
+    return bool(os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"))
 
 
 def apply_ray_env() -> None:

@@ -189,12 +189,15 @@ class DriverConfig:
     checkpoints_kept: int = 3
     eval_every: int = 10  # steps; on data.heldout prompts
     eval_temperature: float = 0.0  # 0 = greedy
-    tensorboard: bool = True
+    # Where the metrics of a step go besides metrics.jsonl, see docs/monitoring.md
+    tensorboard: bool = True  # event files in the run directory
+    prometheus_port: int | None = None  # http://127.0.0.1:PORT/metrics has the newest step; None = no endpoint
+    wandb: bool = False  # Weights & Biases, offline unless its own variables say otherwise
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Watches a run for a break of its trend; off without ``watch``. See docs/metrics.md."""
+    """Watches a run for a break of its trend; off without ``watch``. See docs/monitoring.md."""
 
     watch: tuple[str, ...] = ()  # any of gap, tail, ess, router, entropy_rise, entropy_fall; () = no monitor
     window: int = 10  # steps of the rolling means

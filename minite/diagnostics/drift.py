@@ -23,7 +23,7 @@ class Cusum:
         s <- max(0, s + min(z - slack, threshold / 2)),    z = (value - mean) / deviation,
 
     and s above ``threshold`` is a drift. Both are in standard deviations. False alarms on noise and the delay
-    of planted drifts are in docs/metrics.md, measured by tests/diagnostics/test_drift.py.
+    of planted drifts are in docs/monitoring.md, measured by tests/diagnostics/test_drift.py.
     """
 
     def __init__(self, baseline: int, slack: float, threshold: float) -> None:

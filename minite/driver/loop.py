@@ -22,6 +22,7 @@ from minite.driver import checkpoint, rundir, warm_start
 from minite.driver.actors import LearnerGroup, SamplerPool
 from minite.driver.cluster import cluster, find_slot
 from minite.driver.data import load_task
+from minite.driver.exporters import check_exporters, exporters
 from minite.driver.metrics import MetricsWriter, Recorder
 from minite.driver.progress import ProgressView
 from minite.driver.rollout import Rollouts
@@ -72,6 +73,7 @@ class Job:
         self.tokenizer = make_tokenizer(config)
         self.task = load_task(config, self.tokenizer)
         check_engine(config)
+        check_exporters(config)
         with_bf16_inputs(config, plan, config.monitor.switch)  # its patterns fit, also if no drift ever comes
         self.backend = _one_backend(config, plan)
         self.view = ProgressView(config.name, config.driver.steps)
@@ -101,7 +103,8 @@ def _go(job: Job, folder: Path | None) -> None:
     config, run_dir, view = job.config, job.run_dir, job.view
     after_step = checkpoint.step_of(folder) if folder else -1
     with (
-        MetricsWriter(run_dir, view, tensorboard=config.driver.tensorboard, after_step=after_step) as metrics,
+        exporters(config, run_dir, after_step) as opened,
+        MetricsWriter(run_dir, view, opened, after_step=after_step) as metrics,
         cluster(config),
     ):
         view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")

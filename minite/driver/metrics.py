@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, one line a step, and the same numbers for TensorBoard and on the screen.
+"""The record of a run: metrics.jsonl, one line a step, and the same numbers to exporters and on the screen.
 
 The keys and their units are in docs/metrics.md.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from minite.errors import UserError
 
 if TYPE_CHECKING:
+    from minite.driver.exporters import Exporter
     from minite.driver.progress import ProgressView
 
 METRICS_FILE = "metrics.jsonl"
@@ -33,13 +34,15 @@ class MetricsWriter:
     that no step stands twice. Write a step's line before its checkpoint, or a kill between the two loses the line.
     """
 
-    def __init__(self, run_dir: Path, view: ProgressView, *, tensorboard: bool, after_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, view: ProgressView, exporters: Sequence[Exporter] = (), *, after_step: int | None = None
+    ) -> None:
         path = run_dir / METRICS_FILE
         if after_step is not None:
             truncate_after(path, after_step)
         self._file = path.open("a", encoding="utf-8")
         self._view = view
-        self._board = _open_tensorboard(run_dir / "tensorboard", after_step) if tensorboard else None
+        self._exporters = exporters  # whoever opened them closes them
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step. A value that is not finite is null in the file, as JSON has no word for it."""
@@ -47,15 +50,12 @@ class MetricsWriter:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        if self._board is not None:
-            for key, value in metrics.items():
-                self._board.add_scalar(key, value, step)
+        for exporter in self._exporters:
+            exporter.write(step, metrics)
         self._view.update(step, metrics)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
         self._view.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -93,10 +93,3 @@ def truncate_after(path: Path, last_step: int) -> None:
 
 def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _open_tensorboard(folder: Path, after_step: int | None) -> Any:
-    """A SummaryWriter; on a resumed run the events of later steps are marked as void."""
-    from torch.utils.tensorboard import SummaryWriter  # a second of imports that a run without it does not pay
-
-    return SummaryWriter(str(folder), purge_step=None if after_step is None else after_step + 1)

@@ -36,7 +36,7 @@ class Watch:
         waiting = [pattern for pattern in monitor.switch if pattern not in self._switched]
         if monitor.on_drift == "stop":
             raise UserError(
-                f"{drift}; stopped as monitor.on_drift says. The newest checkpoint is intact: see docs/metrics.md, "
+                f"{drift}; stopped as monitor.on_drift says. The newest checkpoint is intact: see docs/monitoring.md, "
                 f"then 'minite resume {self._run_dir}' with other settings"
             )
         if monitor.on_drift == "lower_lr":

@@ -54,6 +54,8 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
         ("warm_start.steps", config.warm_start.steps, (0,), "slime has no warm start; give model.checkpoint"),
         ("driver.ahead", config.driver.ahead, (0,), "train.py does not sample ahead"),
         ("correction.unhealthy", config.correction.unhealthy, ("warn", "stop"), "slime cannot skip a step"),
+        ("driver.prometheus_port", config.driver.prometheus_port, (None,), "slime has its own: slime.extra"),
+        ("driver.wandb", config.driver.wandb, (False,), "slime has its own: slime.extra: [--use-wandb]"),
         ("precision.alignment", plan.alignment, ("off", "aligned"), "SGLang's sums have no fixed order"),
         ("slime.quantization", config.slime.quantization, ("modelopt", "minite"), "SGLang knows no other of ours"),
     ):

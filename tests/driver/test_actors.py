@@ -40,7 +40,7 @@ def learners(ray_cluster, cache, job):
 
 @pytest.fixture(scope="module")
 def run(learners, job):
-    with MetricsWriter(job.run_dir, job.view, tensorboard=False) as metrics:
+    with MetricsWriter(job.run_dir, job.view) as metrics:
         yield Run(job, learners, metrics)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from minite.config import resolve_plan
 from minite.driver import checkpoint, loop, rundir
 from minite.driver.actors import LearnerGroup, SamplerPool
+from minite.driver.exporters import gauge_name
 from minite.driver.loop import Job, Run
 from minite.driver.metrics import MetricsWriter
+from minite.driver.ports import free_port
 from tests.driver.tiny_run import STRICT, config, lines
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -58,7 +62,7 @@ def test_two_learner_processes_run_as_one_does(one, two_processes, layout, tmp_p
     start = f"model.checkpoint={run_dir / rundir.START}"
     job = _job(config(tmp_path, *FINE, layout, start, "warm_start.steps=0"), tmp_path)
     seen = record_versions(monkeypatch)
-    with MetricsWriter(tmp_path, job.view, tensorboard=False) as metrics:
+    with MetricsWriter(tmp_path, job.view) as metrics:
         run = Run(job, two_processes, metrics)
         run.begin()
         run.loop()
@@ -91,18 +95,45 @@ AHEAD = ("driver.placement=separate", "driver.ahead=1", "driver.num_cpus=3", "sa
 
 @pytest.fixture(scope="module")
 def ahead(ray_cluster, cache, tmp_path_factory):
-    """Directory of a run whose two samplers work while the learner trains, with a gap to correct and a KL term."""
-    folder = tmp_path_factory.mktemp("ahead")
-    loop.train(config(folder, *GAP, *AHEAD), folder / "run")
-    return folder / "run"
+    """(directory, what its endpoint said) of a run whose samplers work while the learner trains, with a gap."""
+    folder, port = tmp_path_factory.mktemp("ahead"), free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        seen = record_scrapes(patch, port)
+        loop.train(config(folder, *GAP, *AHEAD, f"driver.prometheus_port={port}"), folder / "run")
+    return folder / "run", seen
+
+
+def record_scrapes(patch, port):
+    """What the endpoint says in the middle of each optimizer step."""
+    seen, original = [], LearnerGroup.train_step
+
+    def train_step(self, batch, *args):
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            seen.append(answer.read().decode())
+        return original(self, batch, *args)
+
+    patch.setattr(LearnerGroup, "train_step", train_step)
+    return seen
+
+
+def test_the_endpoint_of_a_run_says_what_its_file_says(ahead):
+    run_dir, seen = ahead
+    texts = [dict(line.split() for line in text.splitlines() if not line.startswith("#")) for text in seen]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [float(text["minite_step"]) for text in texts] == [0, 0, 1, 1, 2, 2, 3, 3]  # two minibatches a step
+    for text in texts:
+        record = records[int(float(text["minite_step"]))]
+        assert {gauge_name(key): value for key, value in record.items()}.items() <= {
+            name: float(value) for name, value in text.items()
+        }.items()
 
 
 def test_a_rollout_ahead_lags_by_the_updates_of_one_step(ahead):
-    assert [r["policy_lag/max"] for r in lines(ahead)[1:]] == [0, 2, 2, 2]  # two minibatches a step
+    assert [r["policy_lag/max"] for r in lines(ahead[0])[1:]] == [0, 2, 2, 2]  # two minibatches a step
 
 
 def test_a_gap_is_measured_and_remembered(ahead):
-    records = lines(ahead)[1:]
+    records = lines(ahead[0])[1:]
     assert all(r["gap/abs_max"] > 0 and r["loss/ref_kl"] >= 0 for r in records)
     assert len({r["triage/calm"] for r in records}) == 4
     assert records[-1]["loss/ref_kl"] > 0
@@ -110,8 +141,8 @@ def test_a_gap_is_measured_and_remembered(ahead):
 
 def test_a_run_ahead_resumes_exactly(ahead, tmp_path, capsys):
     """The rollout that was waiting, the KL reference and the calm bound come back from the checkpoint of step 2."""
-    run_dir = Path(shutil.copytree(ahead, tmp_path / "run"))
+    run_dir = Path(shutil.copytree(ahead[0], tmp_path / "run"))
     shutil.rmtree(checkpoint.checkpoint_dir(run_dir, 4))
     loop.resume(run_dir)
     assert "resuming from step_00000002" in capsys.readouterr().out
-    assert lines(run_dir) == lines(ahead)
+    assert lines(run_dir) == lines(ahead[0])

@@ -26,7 +26,7 @@ def make_view(terminal: bool = False) -> tuple[ProgressView, io.StringIO]:
 
 
 def record(run_dir: Path, *steps: int, after_step: int | None = None) -> None:
-    with MetricsWriter(run_dir, make_view()[0], tensorboard=False, after_step=after_step) as writer:
+    with MetricsWriter(run_dir, make_view()[0], after_step=after_step) as writer:
         for step in steps:
             writer.write(step, {"reward/mean": step / 7, "time/step": 0.5})
 
@@ -36,7 +36,7 @@ def read(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_a_line_is_on_disk_when_write_returns_and_keeps_every_bit(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, make_view()[0], tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, make_view()[0]) as writer:
         writer.write(1, {"b": 0.1 + 0.2, "a": 1e-300})
         assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1, "a": 1e-300, "b": 0.30000000000000004}\n'
         writer.write(2, {"nan": math.nan, "inf": -math.inf})
@@ -77,18 +77,6 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
 def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
     record(tmp_path, 6, after_step=5)
     assert [line["step"] for line in read(tmp_path)] == [6]
-
-
-def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for after_step, steps in ((None, range(6)), (3, range(4, 8))):
-        with MetricsWriter(tmp_path, make_view()[0], tensorboard=True, after_step=after_step) as writer:
-            for step in steps:
-                writer.write(step, {"reward/mean": step / 8})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(i, i / 8) for i in range(8)]
 
 
 def test_view_off_a_terminal_prints_one_line_a_step() -> None:

@@ -1,0 +1,115 @@
+"""What leaves a run besides its files: TensorBoard, the endpoint on loopback, Weights & Biases in a folder."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from minite.driver.exporters import PrometheusEndpoint, TensorBoard, WeightsAndBiases, check_exporters, exporters
+from minite.driver.ports import free_port
+from minite.errors import UserError
+from tests.driver.tiny_run import config
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[PrometheusEndpoint, int]]:
+    port = free_port()
+    with closing(PrometheusEndpoint(port)) as opened:
+        yield opened, port
+
+
+def scrape(port: int) -> dict[str, str]:
+    """Gauges by name, as text."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return dict(line.split() for line in lines)
+
+
+def test_the_endpoint_has_the_newest_value_of_each_metric(endpoint) -> None:
+    opened, port = endpoint
+    assert scrape(port) == {}
+    opened.write(1, {"gap/p0.1": -0.25, "accuracy/heldout": 0.5})
+    opened.write(2, {"gap/p0.1": math.nan, "monitor/ess": 1.0})
+    expected = {
+        "minite_step": "2.0",
+        "minite_gap_p0_1": "NaN",
+        "minite_accuracy_heldout": "0.5",
+        "minite_monitor_ess": "1.0",
+    }
+    assert scrape(port) == expected
+
+
+def test_the_endpoint_listens_on_loopback_only(endpoint) -> None:
+    opened, port = endpoint
+    assert opened._server.server_address == ("127.0.0.1", port)
+    hexed = f":{port:04X}"
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(hexed)]
+    assert listening == [f"0100007F{hexed}"]
+
+
+def test_a_port_in_use_is_told_and_one_that_was_closed_is_free_again(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        asked = config(tmp_path, f"driver.prometheus_port={port}")
+        taken = f"driver.prometheus_port is {port}: address already in use on 127.0.0.1"
+        with pytest.raises(UserError, match=taken), exporters(asked, tmp_path, -1):
+            pass
+    for _ in range(2):
+        with exporters(asked, tmp_path, -1) as (opened,):
+            opened.write(0, {"reward/mean": 0.5})
+            assert scrape(port)["minite_reward_mean"] == "0.5"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.yaml"], "no exporter but the one asked for"
+
+
+def test_a_missing_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_exporters(config(tmp_path))
+    monkeypatch.setattr("minite.driver.exporters.find_spec", lambda name: None)
+    check_exporters(config(tmp_path))
+    with pytest.raises(
+        UserError, match=r"driver.prometheus_port is set, but prometheus_client is not .*minite\[prometheus"
+    ):
+        check_exporters(config(tmp_path, "driver.prometheus_port=9400"))
+    with pytest.raises(
+        UserError, match=r"driver.wandb is set, but wandb is not installed: pip install 'minite\[wandb\]'"
+    ):
+        check_exporters(config(tmp_path, "driver.wandb=true"))
+
+
+def test_a_port_has_bounds(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="driver.prometheus_port is 65536: expected a port from 1 to 65535"):
+        config(tmp_path, "driver.prometheus_port=65536")
+
+
+def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for after_step, steps in ((-1, range(6)), (3, range(4, 8))):
+        with closing(TensorBoard(tmp_path / "tensorboard", after_step)) as board:
+            for step in steps:
+                board.write(step, {"reward/mean": step / 8})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(i, i / 8) for i in range(8)]
+
+
+def test_wandb_stays_on_this_machine_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed (100 MB, no part of the tests' environment)")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with closing(WeightsAndBiases(config(tmp_path), tmp_path, -1)) as board:
+        board.write(1, {"reward/mean": 0.5, "gap/p1": math.nan})
+        assert board._run.offline and board._run.name == tmp_path.name
+        assert board._run.config["name"] == "tiny"
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(folder.glob("*.wandb"))
