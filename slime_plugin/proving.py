@@ -1,8 +1,8 @@
 """slime's colocated weight updater, for engines that compute by miniTE's quantization method.
 
-The learner's bytes travel in miniTE's own messages (sampler/sglang/wire.py) through slime's: every tensor that slime
-sends becomes part of one, the first says which weights these are, the last one their digests. After the update every
-scheduler process must prove that it runs the plan and holds these bytes; otherwise training stops.
+The learner's bytes travel in miniTE's own messages (sync/flat.py, sampler/sglang/wire.py) through slime's: every tensor
+that slime sends becomes part of one, the first says which weights these are, the last one their digests. After the
+update every scheduler process must prove that it runs the plan and holds these bytes; otherwise training stops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from minite.config import PrecisionPlan
 from minite.errors import UserError
 from minite.sampler.sglang import proof
-from minite.sampler.sglang.wire import VERSION, flatten, text
+from minite.sampler.sglang.wire import VERSION
+from minite.sync.flat import flatten, text
 from minite.sync.transport import MANIFEST
 from minite.sync.verify import Digest
 from minite.types import WeightVersion
@@ -73,7 +74,7 @@ def proving(updater: type[Any], plan: PrecisionPlan, backend: str) -> type[Any]:
 
         def _send_hf_params(self, hf_named_tensors: Named) -> Any:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-            flat = [(name, tensor.to(device)) for name, tensor in flatten(dict(hf_named_tensors))]
+            flat = [(name, tensor.to(device)) for name, tensor in flatten(dict(hf_named_tensors)).items()]
             return super()._send_hf_params(flat)
 
     Proving.__name__ = Proving.__qualname__ = f"Proving{updater.__name__}"

@@ -19,8 +19,11 @@ from minite.driver.cluster import Slot
 from minite.driver.ports import free_port
 from minite.errors import ProcessDied, UserError
 from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sync.clock import Clock
+from minite.sync.flat import flatten, unflatten
 from minite.types import RolloutBatch, WeightVersion
 
+Exported = tuple[list[ray.ObjectRef], WeightVersion, dict[str, float]]  # flat buckets, seconds by phase
 GRACE = 5.0  # for the other actors of a failed call to fail too, so that the first cause can be told [s]
 
 
@@ -40,13 +43,16 @@ class _Learner:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)
 
-    def export(self) -> tuple[list[ray.ObjectRef], WeightVersion] | None:
+    def export(self) -> Exported | None:
         """Put each bucket into the object store; samplers fetch them one by one."""
         exported = self.worker.export()
         if exported is None:
             return None
         buckets, version = exported
-        return [ray.put(bucket) for bucket in buckets], version
+        clock = Clock()
+        with clock.timed("put"):  # flat, since each of many views would take its whole storage along
+            refs = [ray.put(flatten(bucket)) for bucket in buckets]
+        return refs, version, self.worker.export_seconds | clock.seconds
 
 
 class _Sampler:
@@ -63,11 +69,14 @@ class _Sampler:
             self.engine = None
         self.engine = make_engine(config, plan)
 
-    def update(self, bucket_refs: list[ray.ObjectRef], version: WeightVersion) -> str:
+    def update(self, bucket_refs: list[ray.ObjectRef], version: WeightVersion) -> dict[str, float]:
+        """Seconds by phase."""
+        clock = Clock()
         self.engine.begin_update(version)
-        for ref in bucket_refs:
-            self.engine.load_bucket(ray.get(ref))
-        return self.engine.finish_update()
+        for flat in clock.during("fetch", map(ray.get, bucket_refs)):
+            self.engine.load_bucket(unflatten(flat))
+        self.engine.finish_update()
+        return clock.seconds | self.engine.stats().update_seconds
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         return self.engine.generate(requests)
@@ -148,7 +157,8 @@ class LearnerGroup:
         """Compute under another plan of the same model from here on."""
         self._call("use_plan", plan)
 
-    def export(self) -> tuple[list[ray.ObjectRef], WeightVersion]:
+    def export(self) -> Exported:
+        """The learner's weights as samplers take them, their version, and the seconds this took by phase."""
         return self._all(lambda _, a: a.export.remote())
 
     def save(self, directory: Path) -> None:
@@ -171,9 +181,10 @@ class SamplerPool:
         """New engines of this plan in the same processes. They have no weights before the next update."""
         _get([e.setup.remote(self._config, plan, self._threads) for e in self._engines], "sampler")
 
-    def update(self, buckets: list[ray.ObjectRef], version: WeightVersion) -> None:
-        """Load one weight version everywhere; raises SyncError naming what differs."""
-        _get([e.update.remote(buckets, version) for e in self._engines], "sampler")
+    def update(self, buckets: list[ray.ObjectRef], version: WeightVersion) -> dict[str, float]:
+        """Load one weight version everywhere; raises SyncError naming what differs. Seconds by phase: the slowest's."""
+        told = _get([e.update.remote(buckets, version) for e in self._engines], "sampler")
+        return {phase: max(seconds[phase] for seconds in told) for phase in told[0]}
 
     def submit(self, groups: Sequence[list[Request]]) -> list[ray.ObjectRef]:
         """Start sampling groups of requests; `collect` waits for them."""

@@ -242,8 +242,9 @@ class Run:
 
     def _sync(self) -> None:
         """Learner weights to every sampler, verified there; the samplers refuse to go on with any other bytes."""
-        buckets, version = self.learners.export()
-        self.samplers.update(buckets, version)
+        buckets, version, seconds = self.learners.export()
+        seconds = seconds | self.samplers.update(buckets, version)
+        self.values |= {f"sync/{phase}": spent for phase, spent in seconds.items()}
         self.rollouts.version = version
 
     def _evaluate(self) -> None:

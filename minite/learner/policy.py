@@ -17,6 +17,7 @@ from minite.config import PrecisionPlan, RunConfig
 from minite.learner import checkpoint, hf, optimizer, precision, shards
 from minite.learner.model import PolicyModel, policy_config
 from minite.models import get_model
+from minite.sync.clock import Clock
 from minite.sync.export import pack
 from minite.sync.transport import Bucket, package
 from minite.types import WeightVersion
@@ -28,6 +29,7 @@ class Policy:
     def __init__(self, run_config: RunConfig, plan: PrecisionPlan, device: torch.device) -> None:
         self.config, self.plan, self.device = run_config, plan, device
         self.step = 0  # optimizer steps on rollouts
+        self.export_seconds: dict[str, float] = {}  # of the last export: gather, pack, stage (to the host, digests)
         self.reference: dict[str, Tensor] | None = None  # this rank's part of the KL reference, on the CPU
         family = get_model(run_config.model.kind)
         self._ops, self._shapes = family.megatron_ops(run_config.model), family.hf_tensors(run_config.model)
@@ -91,13 +93,16 @@ class Policy:
 
     def export(self) -> tuple[list[Bucket], WeightVersion] | None:
         """Weights as samplers take them, on rank 0; None on the others, which only take part in the gathers."""
-        full = shards.full_parameters(self.model)
+        full, clock = shards.full_parameters(self.model), Clock(self.device)
         if dist.get_rank() != 0:
             _drain(full)
             return None
-        named = (pair for name, tensor in full for pair in self._ops.to_hf(name, tensor))
-        groups = pack(self.plan, named, self.backend, shapes=self._shapes)
-        return package(groups, self.step, self.plan.digest)
+        named = (pair for name, tensor in clock.during("gather", full) for pair in self._ops.to_hf(name, tensor))
+        groups = clock.during("pack", pack(self.plan, named, self.backend, shapes=self._shapes))
+        with clock.timed("stage"):
+            exported = package(groups, self.step, self.plan.digest)
+        self.export_seconds = clock.seconds
+        return exported
 
     def save_hf(self, path: str | Path) -> None:
         """Write the working weights as a Hugging Face directory (rank 0 writes)."""

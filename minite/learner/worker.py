@@ -152,6 +152,11 @@ class LearnerWorker:
         """(buckets of named CPU tensors, their version) on rank 0, None elsewhere."""
         return self._policy.export()
 
+    @property
+    def export_seconds(self) -> dict[str, float]:
+        """Of the last export, by phase; rank 0 only."""
+        return self._policy.export_seconds
+
     def use_plan(self, plan: PrecisionPlan) -> None:
         """Compute under another plan of the same model from here on; weights and optimizer stay."""
         self._policy.use_plan(plan)

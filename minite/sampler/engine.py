@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class EngineStats:
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
     weight_updates: int = 0
+    update_seconds: dict[str, float] = field(default_factory=dict)  # of the last weight update, by phase
 
 
 class Engine(Protocol):

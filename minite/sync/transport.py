@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minite.sync.errors import SyncError
+from minite.sync.flat import text, to_host
 from minite.sync.verify import Digest, combine, dtype_name
 from minite.types import WeightVersion
 
@@ -26,8 +27,7 @@ Bucket = dict[str, Tensor]
 def to_wire(tensors: Mapping[str, Tensor]) -> Bucket:
     """Plain CPU tensors, FP8 as tagged uint8."""
     wire = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
+    for name, tensor in to_host(tensors).items():
         tag = dtype_name(tensor.dtype)
         if tag in _TAGGED:
             wire[f"{name}|{tag}"] = tensor.view(torch.uint8)
@@ -54,20 +54,27 @@ def buckets(groups: Iterable[tuple[str, Mapping[str, Tensor]]], max_bytes: int =
         groups: (module group, named tensors), as ``sync.export.pack`` yields them; a group may be split.
     """
     digest, size = Digest(), 0
-    bucket: Bucket = {}
+    held: dict[str, Tensor] = {}
     for _, tensors in groups:
         for name, tensor in tensors.items():
-            digest.update(name, tensor)
             nbytes = tensor.numel() * tensor.element_size()
-            if bucket and size + nbytes > max_bytes:
-                yield bucket
-                bucket, size = {}, 0
-            bucket.update(to_wire({name: tensor}))
+            if held and size + nbytes > max_bytes:
+                yield _leave(held, digest)
+                held, size = {}, 0
+            if name in held:
+                raise SyncError(f"{name}: arrived twice in one set of weights; each tensor must be sent once")
+            held[name] = tensor
             size += nbytes
-    if bucket:
-        yield bucket
-    manifest = json.dumps(digest.parts, sort_keys=True).encode()
-    yield {MANIFEST: torch.frombuffer(bytearray(manifest), dtype=torch.uint8)}
+    if held:
+        yield _leave(held, digest)
+    yield {MANIFEST: text(json.dumps(digest.parts, sort_keys=True))}
+
+
+def _leave(held: Mapping[str, Tensor], digest: Digest) -> Bucket:
+    """One copy to the host for all of a bucket; hashed there."""
+    held = to_host(held)
+    digest.update_many(held)
+    return to_wire(held)
 
 
 def read_manifest(tensor: Tensor) -> dict[str, str]:

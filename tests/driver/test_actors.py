@@ -17,6 +17,7 @@ from minite.driver.loop import Job, Run
 from minite.driver.metrics import MetricsWriter
 from minite.errors import ProcessDied, UserError
 from minite.sync.errors import SyncError
+from minite.sync.flat import flatten, unflatten
 from minite.sync.transport import from_wire
 from minite.sync.verify import compare
 from tests.driver.tiny_run import STRICT, config, files, recipe
@@ -54,8 +55,9 @@ def _prepare(job, learners, folder, changes=(), **warm):
     assert files(folder) == ["recipe", "start"]
     learners.setup(job.config, job.plan)
     learners.load_hf(folder / rundir.START)
-    buckets, _ = learners.export()
-    return said, {name: tensor for bucket in ray.get(buckets) for name, tensor in from_wire(bucket).items()}
+    buckets, _, _ = learners.export()
+    sent = map(unflatten, ray.get(buckets))
+    return said, {name: tensor for bucket in sent for name, tensor in from_wire(bucket).items()}
 
 
 def test_a_warm_start_is_the_same_made_or_from_the_cache(job, learners, tmp_path, monkeypatch):
@@ -90,13 +92,13 @@ def test_the_examples_themselves_are_in_the_key_of_the_warm_start(job):
 
 
 def test_a_tampered_bucket_stops_the_run_and_names_the_tensor(run):
-    buckets, version = run.learners.export()
-    whole = [dict(bucket) for bucket in ray.get(buckets)]
+    buckets, version, _ = run.learners.export()
+    whole = [unflatten(bucket) for bucket in ray.get(buckets)]
     name = next(n for n in whole[0] if n.endswith("experts.0.down_proj.weight"))
     whole[0][name] = whole[0][name].clone()
     whole[0][name].view(torch.uint8)[0, 0] ^= 1
     with pytest.raises(SyncError, match=re.escape(name)):
-        run.samplers.update([ray.put(bucket) for bucket in whole], version)
+        run.samplers.update([ray.put(flatten(bucket)) for bucket in whole], version)
     request = run.rollouts._requests(run.rollouts._stream._at(0))
     with pytest.raises(SyncError, match="refusing to generate"):
         run.samplers.collect(run.samplers.submit([request]))
@@ -105,7 +107,7 @@ def test_a_tampered_bucket_stops_the_run_and_names_the_tensor(run):
 
 
 def test_weights_of_another_plan_are_refused(run):
-    buckets, version = run.learners.export()
+    buckets, version, _ = run.learners.export()
     with pytest.raises(SyncError, match="another precision plan"):
         run.samplers.update(buckets, dataclasses.replace(version, plan_digest="other"))
 

@@ -64,7 +64,7 @@ def config(folder: Path, *overrides: str) -> RunConfig:
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock measured."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "sync/seconds"} for r in records]
+    return [{k: v for k, v in r.items() if not k.startswith(("time/", "sync/"))} for r in records]
 
 
 def files(folder: Path) -> list[str]:

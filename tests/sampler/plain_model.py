@@ -9,7 +9,7 @@ from minite.config import RunConfig, resolve_plan
 from minite.sampler.sglang.inside import Inside
 from minite.sampler.sglang.names import expected_modules
 from minite.sampler.sglang.ranks import Ranks
-from minite.sampler.sglang.wire import flatten
+from minite.sync.flat import flatten
 from minite.sync.names import FUSED
 from minite.sync.stored import stored_model
 
@@ -54,4 +54,4 @@ def build(cfg: RunConfig, ranks: Ranks = ALONE) -> tuple[Inside, PlainModel]:
 
 def send(state: Inside, model: PlainModel, *buckets: dict) -> None:
     for bucket in buckets:
-        state.receive(model, dict(flatten(bucket)))
+        state.receive(model, flatten(bucket))

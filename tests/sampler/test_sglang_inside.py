@@ -9,8 +9,9 @@ from plain_model import PADDING, build, send
 from tiny_engine import DENSE, MOE, config, engine, shipment
 
 from minite.sampler.sglang import proof
-from minite.sampler.sglang.wire import VERSION, text
+from minite.sampler.sglang.wire import VERSION
 from minite.sync.errors import SyncError
+from minite.sync.flat import text
 from minite.sync.transport import MANIFEST
 from minite.types import WeightVersion
 

@@ -17,8 +17,9 @@ from minite.errors import UserError
 from minite.models import get_model
 from minite.sampler.sglang import proof, shards
 from minite.sampler.sglang.ranks import Ranks
-from minite.sampler.sglang.wire import UNQUANTIZED, text
+from minite.sampler.sglang.wire import UNQUANTIZED
 from minite.sync.errors import SyncError
+from minite.sync.flat import text
 from minite.sync.transport import MANIFEST
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from minite.sampler.embedded.sampling import uniform as numpy_uniform
 from minite.sampler.sglang.cpu_stand_ins import assign_req_to_token_pool_cpu
 from minite.sampler.sglang.draw import uniform
-from minite.sampler.sglang.wire import flatten, unflatten
+from minite.sync.flat import flatten, unflatten
 from minite.sync.verify import compare
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.int64)
@@ -19,18 +19,18 @@ shapes = st.lists(st.integers(0, 5), max_size=3)
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6))
 def test_a_bucket_survives_flattening(tensors):
     bucket = {f"t{i}": (torch.randn(shape) * 8).to(dtype) for i, (shape, dtype) in enumerate(tensors)}
-    returned = unflatten(dict(flatten(bucket)))
+    returned = unflatten(flatten(bucket))
     assert compare(bucket, returned) is None
 
 
 def test_a_transposed_tensor_keeps_its_values():
     bucket = {"t": torch.arange(12.0).view(3, 4).t()}
-    assert compare(bucket, unflatten(dict(flatten(bucket)))) is None
+    assert compare(bucket, unflatten(flatten(bucket))) is None
 
 
 def test_what_passes_between_processes_is_two_storages():
     bucket = {f"t{i}": torch.randn(3) for i in range(100)}
-    assert [tensor.dtype for _, tensor in flatten(bucket)] == [torch.uint8, torch.uint8]
+    assert [tensor.dtype for tensor in flatten(bucket).values()] == [torch.uint8, torch.uint8]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=20))

@@ -20,6 +20,7 @@ from minite.sampler.embedded.model import Model
 from minite.sampler.embedded.sampling import BatchParams, request_seed, sample, uniform
 from minite.sampler.embedded.scheduler import Scheduler, Sequence
 from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
 from minite.types import WeightVersion
@@ -57,6 +58,7 @@ class EmbeddedEngine:
         self._version: WeightVersion | None = None  # of the weights that may be used
         self._incoming: WeightVersion | None = None  # of the update under way
         self._manifest: dict[str, str] | None = None
+        self._clock = Clock(self.device)
         self._refusal = "no weights were loaded yet"
         self._abort: set[str] = set()
         self._abort_lock = threading.Lock()
@@ -217,7 +219,7 @@ class EmbeddedEngine:
                 f"theirs {version.plan_digest}, this engine's {self.plan.digest}; start both from one recipe"
             )
             raise SyncError(self._refusal)
-        self._incoming = version
+        self._incoming, self._clock = version, Clock(self.device)
         self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
         self.model.weights.loaded.clear()
 
@@ -225,11 +227,12 @@ class EmbeddedEngine:
         """Take the tensors of one bucket, on the wire or plain. SyncError names one that does not belong."""
         if self._incoming is None:
             raise SyncError("load_bucket without begin_update; announce the version first")
-        named = from_wire(tensors)
-        manifest = named.pop(MANIFEST, None)
-        if manifest is not None:
-            self._manifest = read_manifest(manifest)
-        self.model.weights.load(named)
+        with self._clock.timed("load"):
+            named = from_wire(tensors)
+            manifest = named.pop(MANIFEST, None)
+            if manifest is not None:
+                self._manifest = read_manifest(manifest)
+            self.model.weights.load(named)
 
     def finish_update(self) -> str:
         """Verify what is held and make it usable. Returns its digest; SyncError when it is not the announced one."""
@@ -237,13 +240,16 @@ class EmbeddedEngine:
             raise SyncError("finish_update without begin_update; announce the version first")
         version, self._incoming = self._incoming, None
         try:
-            held = self.model.weights.verify(version.weight_digest, self._manifest)
-            self.model.prepare()
+            with self._clock.timed("verify"):
+                held = self.model.weights.verify(version.weight_digest, self._manifest)
+            with self._clock.timed("prepare"):
+                self.model.prepare()
         except SyncError as error:
             self._refusal = f"the update to the weights of step {version.step} failed: {error}"
             raise
         self._version = version
         self._stats.weight_updates += 1
+        self._stats.update_seconds = self._clock.seconds
         return held
 
     def weight_version(self) -> WeightVersion | None:

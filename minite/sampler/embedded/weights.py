@@ -43,6 +43,14 @@ class Linear:
                     start += entry.n
         self.prepared: object = None
 
+    def on_host(self) -> dict[str, Tensor]:
+        """Every sent tensor by name, on the CPU: one copy for each buffer."""
+        host = {suffix: buffer.cpu() for suffix, buffer in self.buffers.items()}
+        return {
+            name: host[name.rpartition(".")[2]].as_strided(view.shape, view.stride(), view.storage_offset())
+            for name, view in self.views.items()
+        }
+
     def prepare(self, backend: Backend) -> None:
         """Bring the loaded weights into the form the backend's GEMM reads fastest, in place if it was so before.
 
@@ -132,8 +140,11 @@ class Weights:
 
     def digest(self) -> Digest:
         """Digest of every tensor held."""
-        digest = Digest()
-        digest.update_many({name: self.views[name] for name in self.stored})
+        digest, in_linears = Digest(), set()
+        for linear in self.linears:
+            digest.update_many(linear.on_host())
+            in_linears |= linear.views.keys()
+        digest.update_many({name: self.views[name] for name in self.stored if name not in in_linears})
         return digest
 
     def _add(self, experts: Iterable[tuple[str, ...]], grouped: bool) -> Linear:

@@ -7,7 +7,6 @@ import base64
 import json
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,8 +29,10 @@ from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
-from minite.sampler.sglang.wire import RECORD, VERSION, flatten, text
+from minite.sampler.sglang.wire import RECORD, VERSION
+from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
+from minite.sync.flat import flatten, text
 from minite.types import WeightVersion
 
 
@@ -56,7 +57,7 @@ class SglangEngine:
         self._refusal = "no weights were loaded yet"
         self._live: dict[str, Request] = {}
         self._generating = threading.Lock()
-        self.seconds = {"flatten": 0.0, "transfer": 0.0}  # of the last weight update, by phase
+        self._clock = Clock()  # of the last weight update
         self._loop = asyncio.get_event_loop()
         proof.check(self.states(), plan, self.backend, None)
 
@@ -152,7 +153,7 @@ class SglangEngine:
             )
             raise SyncError(self._refusal)
         self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
-        self.seconds = {"flatten": 0.0, "transfer": 0.0}
+        self._clock = Clock()
         self.compat.begin_update(self.sglang)
         self._incoming = version
         self._send({VERSION: text(json.dumps(asdict(version)))})
@@ -169,16 +170,18 @@ class SglangEngine:
             raise SyncError("finish_update without begin_update; announce the version first")
         version, self._incoming = self._incoming, None
         try:
-            self.compat.end_update(self.sglang)
-            checked(self.sglang.flush_cache, "flush_cache")  # after the last change, so that no stale prefix survives
-            states = self.states()
+            with self._clock.timed("flush"):
+                self.compat.end_update(self.sglang)
+                checked(self.sglang.flush_cache, "flush_cache")  # after the last change: no stale prefix survives
+            with self._clock.timed("prove"):
+                states = self.states()
             proof.check(states, self.plan, self.backend, version)
         except SyncError as error:
             self._refusal = f"the update to the weights of step {version.step} failed: {error}"
             raise
         self._version = version
         self._stats.weight_updates += 1
-        self._split_time(states)
+        self._stats.update_seconds = self._phases(states)
         return version.weight_digest
 
     def weight_version(self) -> WeightVersion | None:
@@ -186,25 +189,23 @@ class SglangEngine:
         return self._version
 
     def _send(self, tensors: Mapping[str, Tensor]) -> None:
-        start = time.perf_counter()
-        flat = flatten(tensors)
-        flattened = time.perf_counter()
-        checked(
-            self.sglang.update_weights_from_tensor,
-            "update_weights_from_tensor",
-            named_tensors=flat,
-            load_format=launch.LOADER,
-            flush_cache=False,
-        )
-        self.seconds["flatten"] += flattened - start
-        self.seconds["transfer"] += time.perf_counter() - flattened
+        with self._clock.timed("flatten"):
+            flat = list(flatten(tensors).items())
+        with self._clock.timed("transfer"):
+            checked(
+                self.sglang.update_weights_from_tensor,
+                "update_weights_from_tensor",
+                named_tensors=flat,
+                load_format=launch.LOADER,
+                flush_cache=False,
+            )
 
-    def _split_time(self, states: list[dict[str, Any]]) -> None:
-        """Phases inside of the schedulers are no transfer. The slowest scheduler counts."""
+    def _phases(self, states: list[dict[str, Any]]) -> dict[str, float]:
+        """Seconds of an update by phase. Phases inside of the schedulers are no transfer; the slowest one counts."""
         inside = [state["minite"]["seconds"] for state in states]
         phases = {phase: max(seconds[phase] for seconds in inside) for phase in inside[0]}
-        self.seconds["transfer"] -= sum(phases.values())
-        self.seconds |= phases
+        seconds = self._clock.seconds
+        return seconds | {"transfer": seconds["transfer"] - sum(phases.values())} | phases
 
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +25,11 @@ from minite.sampler.embedded.weights import Linear
 from minite.sampler.sglang.names import operands
 from minite.sampler.sglang.ranks import Ranks
 from minite.sampler.sglang.shards import ShardedWeights
-from minite.sampler.sglang.wire import RECORD, UNQUANTIZED, VERSION, unflatten
+from minite.sampler.sglang.wire import RECORD, UNQUANTIZED, VERSION
+from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.export import Packer
+from minite.sync.flat import unflatten
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
 from minite.types import WeightVersion
 
@@ -48,7 +49,7 @@ class Inside:
         self.fault: str | None = None
         self._packer: Packer | None = None  # quantizes what the update under way brings in the model's dtype
         self.updates = 0
-        self.seconds: dict[str, float] = {}  # of the last update, by phase
+        self.clock = Clock(self.device)  # of the last update
 
     def linear(self, module: str, names: Iterable[str]) -> Linear:
         """The GEMM of one of SGLang's modules, which fuses the linears ``names``."""
@@ -89,7 +90,7 @@ class Inside:
             self.fault = self.fault or str(error)
 
     def _begin(self, model: nn.Module, version: WeightVersion, unquantized: bool) -> None:
-        self.version, self.digest, self.fault, self.seconds = version, None, None, {}
+        self.version, self.digest, self.fault, self.clock = version, None, None, Clock(self.device)
         self.weights.loaded.clear()
         self._packer = Packer(self.plan, self.backend) if unquantized else None
         if version.plan_digest != self.plan.digest:
@@ -121,7 +122,7 @@ class Inside:
             return
         if self.version is None or self.digest is not None:
             raise SyncError("tensors arrived outside of a weight update")
-        with self._timed("load"):
+        with self.clock.timed("load"):
             if self._packer is None:
                 self.weights.load(named)
                 return
@@ -139,9 +140,9 @@ class Inside:
             return
         with self._kept():
             assert self.version is not None
-            with self._timed("verify"):
+            with self.clock.timed("verify"):
                 digest = self.weights.verify(self.version.weight_digest, manifest)
-            with self._timed("prepare"):
+            with self.clock.timed("prepare"):
                 self.prepare()
             self.digest = digest
             self.updates += 1
@@ -161,14 +162,6 @@ class Inside:
             linear.prepare(self.backend)
             assert before is None or linear.prepared is before, f"{linear.entry.name} moved in a weight update"
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
     def proof(self) -> dict[str, Any]:
         """What the engine checks: JSON-ready, computed in this process from what it holds."""
         return {
@@ -181,7 +174,7 @@ class Inside:
             "weight_digest": self.digest,
             "fault": self.fault,
             "updates": self.updates,
-            "seconds": self.seconds,
+            "seconds": self.clock.seconds,
             "held_bytes": sum(b.nbytes for linear in self.weights.linears for b in linear.buffers.values()),
         }
 
