@@ -14,6 +14,7 @@ _GPU_BENCHES = ("kernels", "gemm", "moe", "layer", "sync", "serve")
 _READS = {  # bench -> options it reads; what is given beyond them is a mistake
     "step": ("recipe", "turns", "json"),
     "quantize": ("turns", "json"),
+    "sampler": ("recipe", "turns", "tokens", "json"),
     "learner": ("recipe", "model", "gpu", "tokens", "sequence"),
     **dict.fromkeys(_GPU_BENCHES, ("json",)),
 }
@@ -37,7 +38,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Measure this machine: W4A4 against BF16, or the quantizers against a copy. Or reckon what a GPU could reach."""
-    runs = {"step": _bench_step, "quantize": _bench_quantize, "learner": _bench_learner}
+    runs = {"step": _bench_step, "quantize": _bench_quantize, "sampler": _bench_sampler, "learner": _bench_learner}
     reads = _READS[args.what]
     if "recipe" not in reads and (args.recipe is not None or args.override):
         raise UserError(f"bench {args.what}: got a recipe or -o, which it does not read; leave them out")
@@ -71,6 +72,18 @@ def _bench_quantize(args: argparse.Namespace) -> int:
     rates = measure(turns=args.turns or _TURNS)
     print(table(rates))
     _write(args.json, {"machine": where, "quantize": [dataclasses.asdict(rate) for rate in rates]})
+    return 0
+
+
+def _bench_sampler(args: argparse.Namespace) -> int:
+    from minite.config import load_recipe
+    from minite.config.load import shipped
+    from minite.sampler.bench import measure, table
+
+    config = load_recipe(args.recipe or shipped("tiny_qwen3_moe_w4a4_grpo.yaml"), args.override)
+    rows = measure(config, args.turns or _TURNS, args.tokens)
+    print(table(rows, config))
+    _write(args.json, {"sampler": rows})
     return 0
 
 
@@ -122,14 +135,16 @@ def add(command: Command) -> None:
         "step",
         "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32",
         "quantize --json rates.json",
+        "sampler -o sampler=sglang --turns 3",
         "gemm --json gemm.json",
         "learner --model qwen3-30b-a3b --gpu b300",
     )
     added.add_argument(
         "what",
-        choices=("step", "quantize", *_GPU_BENCHES, "learner"),
+        choices=("step", "quantize", "sampler", *_GPU_BENCHES, "learner"),
         help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
         "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread; "
+        "sampler: fixed-output serving by a recipe's sampler, whichever it is, with random weights, beside BF16; "
         "on a GPU, at the shapes of Qwen3-30B-A3B: kernels (its quantizers, beside a copy), gemm (experts' GEMMs by "
         "tokens), moe and layer (whole), sync (conversion of all experts), serve (a decode step, and "
         "1,024 generated tokens a request); "
@@ -142,6 +157,11 @@ def add(command: Command) -> None:
         "--model", metavar="NAME", help="learner: the model of a shipped recipe (default: qwen3-30b-a3b)"
     )
     added.add_argument("--gpu", metavar="NAME", help=f"learner: h200, b200 or b300 (default: {_GPU})")
-    added.add_argument("--tokens", type=positive, metavar="N", help=f"learner: of an update (default: {_TOKENS})")
+    added.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help=f"learner: of an update (default: {_TOKENS}); sampler: of a response",
+    )
     added.add_argument("--sequence", type=positive, metavar="N", help=f"learner: of a sequence (default: {_SEQUENCE})")
     add_override(added)
