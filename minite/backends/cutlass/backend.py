@@ -73,12 +73,12 @@ class NativeBackend:
         if outer == "row":
             given = None if amax is None else _checked(amax, x_MK, outer, how)
             flat = None if given is None else given.flatten()
-            codes, scales, measured = ops.quantize(x_RK, flat, None, None, False, block[0], False)
+            codes, scales, measured = ops.quantize(x_RK, flat, None, False, block[0], False)
             outer_amax = measured.view(x_MK.shape[:-1]) if given is None else given
         else:
             outer_amax = _outer_amax(x_MK, outer, how, amax)
             flat = outer_amax.reshape(-1).contiguous()
-            codes, scales, _ = ops.quantize(x_RK, flat, None, None, False, block[0], False)
+            codes, scales, _ = ops.quantize(x_RK, flat, None, False, block[0], False)
         *lead, k = x_MK.shape
         block_scale = scales.view(torch.float8_e4m3fn).view(*lead, k // 16)
         return QTensor("nvfp4", codes.view(*lead, k // 2), block_scale, outer_amax, tuple(x_MK.shape), block)

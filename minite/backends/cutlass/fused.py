@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minite.backends.cutlass import ops
+from minite.backends.cutlass import expert_rows, ops
 from minite.backends.cutlass.weights import NativeWeight
 from minite.backends.triton import moe
 from minite.backends.triton.layers import FusedLayers
@@ -25,8 +25,9 @@ class NativeFused(FusedLayers):
         down: object,
         inputs: tuple[str, str],
     ) -> Tensor | None:
-        """As moe_permute, quantize, grouped_gemm, swiglu, quantize, grouped_gemm and moe_combine, in four kernels of
-        ours and a few of torch's: rows are gathered while they are quantized, and scales go straight to their tiles.
+        """As moe_permute, quantize, grouped_gemm, swiglu, quantize, grouped_gemm and moe_combine, in a few kernels.
+
+        A token is quantized once; its codes are copied to its experts, and scales go straight to their tiles.
         """
         native = isinstance(gate_up, NativeWeight) and isinstance(down, NativeWeight)
         if not native and set(inputs) == {"bf16"}:
@@ -36,10 +37,12 @@ class NativeFused(FusedLayers):
         assert isinstance(gate_up, NativeWeight) and isinstance(down, NativeWeight)
         routing = moe.Routing.of(expert_Tk, num_experts)
         offsets = ops.expert_offsets(routing.rows_E)
-        x_RH = ops.quantize(x_TH.contiguous(), None, offsets, routing.token_R, True, 1, False)
+        tokens = ops.quantize(x_TH.contiguous(), None, None, False, 1, False)
+        x_RH = expert_rows.permute(*tokens, routing.token_R, offsets)
         gate_up_R2I = _product(x_RH, gate_up, offsets)
-        h_RI = ops.quantize(gate_up_R2I, None, offsets, None, True, 1, True)
-        return moe.combine(_product(h_RI, down, offsets), prob_Tk.float(), routing.position_Tk)
+        h_RI = ops.quantize(gate_up_R2I, None, offsets, True, 1, True)
+        y_RH = _product(h_RI, down, offsets)
+        return expert_rows.combine(y_RH, prob_Tk.float().contiguous(), routing.position_Tk.contiguous())
 
 
 def _product(a: tuple[Tensor, Tensor, Tensor], b: NativeWeight, offsets: Tensor) -> Tensor:

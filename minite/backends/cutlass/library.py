@@ -12,12 +12,12 @@ import torch
 from minite.backends.cutlass.build import ARCHITECTURES, Architecture, library_file
 from minite.errors import UserError
 
-ABI = 1
+ABI = 2
 _STATUS = {
     -1: "the library has no such kernel",
     -2: "the workspace is smaller than the kernel asks for",
     -3: "CUTLASS refuses these sizes or addresses",
-    -4: "the quantizer does not take this K or these rows",
+    -4: "the kernel does not take this K, these rows or so many choices",
 }
 
 
@@ -43,11 +43,33 @@ class QuantizeCall(ctypes.Structure):
     """struct MiniteQuantize of abi.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "source_row", "amax_in", "amax_out", "codes")),
+        *((name, c_void_p) for name in ("x", "amax_in", "amax_out", "codes")),
         ("scales", ScalesCall),
         ("stream", c_void_p),
         *((name, c_int64) for name in ("rows", "rows_per_amax")),
         *((name, c_int32) for name in ("k", "block_rows", "swiglu")),
+    ]
+
+
+class PermuteCall(ctypes.Structure):
+    """struct MinitePermute of abi.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes_in", "scales_in", "amax_in", "source_row", "amax_out", "codes")),
+        ("scales", ScalesCall),
+        ("stream", c_void_p),
+        ("rows", c_int64),
+        ("k", c_int32),
+    ]
+
+
+class CombineCall(ctypes.Structure):
+    """struct MiniteCombine of abi.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("y", "prob", "position", "out", "stream")),
+        ("tokens", c_int64),
+        *((name, c_int32) for name in ("width", "top")),
     ]
 
 
@@ -75,6 +97,12 @@ class Library:
 
     def quantize(self, call: QuantizeCall) -> None:
         self._check(self._dll.minite_quantize(ctypes.byref(call)))
+
+    def permute(self, call: PermuteCall) -> None:
+        self._check(self._dll.minite_permute(ctypes.byref(call)))
+
+    def combine(self, call: CombineCall) -> None:
+        self._check(self._dll.minite_combine(ctypes.byref(call)))
 
     def swizzle(self, linear: int, rows: int, columns: int, scales: ScalesCall, stream: int) -> None:
         sizes = (c_int64(rows), c_int32(columns))

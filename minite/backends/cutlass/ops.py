@@ -46,29 +46,26 @@ def quantize(
     x: Tensor,
     amax: Tensor | None,
     offsets: Tensor | None,
-    source_row: Tensor | None,
     tiled: bool,
     block_rows: int,
     swiglu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes uint8 [R, K/2], scales uint8 [R, K/16] or, ``tiled``, swizzled and flat, amax float32 [R]).
 
-    x: BF16 [R, K], or [R, 2K] with ``swiglu``: then BF16(silu(x[:, :K]) * x[:, K:]) is quantized. source_row: int64
-    [R], row r comes from x[source_row[r]]. amax: float32 [S], S divides R: one for each R / S rows; None: one by row,
-    measured and returned (else what is returned is empty). block_rows: 1, or 16 for 16x16 blocks, which need amax.
+    x: BF16 [R, K], or [R, 2K] with ``swiglu``: then BF16(silu(x[:, :K]) * x[:, K:]) is quantized. amax: float32
+    [S], S divides R: one for each R / S rows; None: one by row, measured and returned (else what is returned is empty).
+    block_rows: 1, or 16 for 16x16 blocks, which need amax.
     """
-    rows, k, amax_out = _quantize_shapes(x, amax, source_row, block_rows, swiglu)
+    rows, k, amax_out = _quantize_shapes(x, amax, block_rows, swiglu)
     codes, scales = _quantize_outputs(x, rows, k, offsets, tiled)
     if rows == 0:
         return codes, scales, amax_out
-    for name, t, dtype in (("amax", amax, torch.float32), ("source_row", source_row, torch.int64)):
-        if t is not None:
-            check_tensor(f"nvfp4_quantize: {name}", t, dtype, (t.numel(),), x.device)
+    if amax is not None:
+        check_tensor("nvfp4_quantize: amax", amax, torch.float32, (amax.numel(),), x.device)
     check_tensor("nvfp4_quantize: x", x, torch.bfloat16, tuple(x.shape), x.device)
     measured = amax is None
     call = QuantizeCall(
         x=x.data_ptr(),
-        source_row=_address(source_row),
         amax_in=_address(amax),
         amax_out=amax_out.data_ptr() if measured else None,
         codes=codes.data_ptr(),
@@ -90,12 +87,11 @@ def _(
     x: Tensor,
     amax: Tensor | None,
     offsets: Tensor | None,
-    source_row: Tensor | None,
     tiled: bool,
     block_rows: int,
     swiglu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k, amax_out = _quantize_shapes(x, amax, source_row, block_rows, swiglu)
+    rows, k, amax_out = _quantize_shapes(x, amax, block_rows, swiglu)
     return *_quantize_outputs(x, rows, k, offsets, tiled), amax_out
 
 
@@ -240,19 +236,17 @@ def _check_gemm(
         check_tensor("nvfp4_gemm: b_tiles", b_tiles, torch.uint8, (experts, tile_bytes(n, k // 16, None)), device)
 
 
-def _quantize_shapes(
-    x: Tensor, amax: Tensor | None, source_row: Tensor | None, block_rows: int, swiglu: bool
-) -> tuple[int, int, Tensor]:
+def _quantize_shapes(x: Tensor, amax: Tensor | None, block_rows: int, swiglu: bool) -> tuple[int, int, Tensor]:
     """(rows, K, the amax tensor to return); UserError for sizes that the quantizer does not take."""
     if x.ndim != 2:
         raise UserError(f"nvfp4_quantize: x is {list(x.shape)}; expected [R, K]; flatten it")
     k = x.shape[1] // 2 if swiglu else x.shape[1]
     if k % 16 or (swiglu and x.shape[1] % 2):
         raise UserError(f"nvfp4_quantize: K is {k}; expected a multiple of 16; pad the columns with zeros")
-    rows = x.shape[0] if source_row is None else source_row.shape[0]
-    squares = block_rows == 16 and amax is not None and rows % 16 == 0 and not swiglu and source_row is None
+    rows = x.shape[0]
+    squares = block_rows == 16 and amax is not None and rows % 16 == 0 and not swiglu
     if block_rows != 1 and not squares:
-        want = "1, or 16 with amax, rows % 16 == 0 and rows as they lie"
+        want = "1, or 16 with amax and rows % 16 == 0"
         raise UserError(f"nvfp4_quantize: blocks of {block_rows} rows, {rows} rows; expected {want}")
     if amax is None:
         return rows, k, x.new_empty(rows, dtype=torch.float32)

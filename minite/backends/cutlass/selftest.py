@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minite.backends.cutlass import ops
+from minite.backends.cutlass import expert_rows, ops
 from minite.backends.cutlass.library import Library, architecture_of, load
 from minite.backends.triton.timing import copy_bandwidth, medians
 from minite.errors import UserError
@@ -20,14 +20,16 @@ from minite.formats.nvfp4 import OUTER_MAX
 
 Check = Callable[[], str | None]  # None, or what is wrong
 Run = Callable[[], object]
-KERNELS = ("quantize", "gemm dense", "gemm grouped")
+KERNELS = ("quantize", "permute", "combine", "gemm dense", "gemm grouped")
 _ALPHA = 1 / OUTER_MAX**2
 # rows, K: a single block, one row, no whole tile of 4 scales, what a layer has, rows beyond what a warp keeps
 _QUANTIZE = ((1, 16), (1, 2048), (300, 80), (131072, 2048), (131072, 768), (64, 8192), (2**20, 768))
 _LAYER = (131072, 768)  # rows of experts and their width; as a weight: 128 experts of 1024 x 768
+_TOKENS = (16384, 128, 8)  # tokens of a layer, experts, choices of a token
 _GEMM_MNK = ((1, 1536, 2048), (300, 520, 2080), (4096, 4096, 4096))
 _ROWS = ((3, 0, 40, 1, 0), (0, 0, 0, 0, 7), (300, 0, 129, 128, 1), (4096, 0, 4096, 4096, 4096))
 _GROUPED_NK = ((136, 96), (1536, 2048))
+_HIDDEN = 2048
 _DEVICE = "cuda"
 _COMPARED = 256  # rows of a large matrix that are compared, at its start and at its end
 
@@ -94,6 +96,8 @@ def _cases(architecture: int) -> Iterator[Case]:
     yield _swiglu_case(*_LAYER)
     for block_rows in (1, 16):
         yield _weight_case(block_rows, *_LAYER)
+    yield _permute_case(*_TOKENS, _HIDDEN)
+    yield _combine_case(*_TOKENS, _HIDDEN)
     for m, n, k in _GEMM_MNK:
         yield _gemm_case(architecture, (m,), n, k, grouped=False)
     for rows_E in _ROWS:
@@ -105,7 +109,7 @@ def _quantize_case(rows: int, k: int) -> Case:
     x_MK = _random(rows, k, seed=rows + k)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        out: tuple[Tensor, Tensor, Tensor] = ops.quantize(x_MK, None, None, None, False, 1, False)
+        out: tuple[Tensor, Tensor, Tensor] = ops.quantize(x_MK, None, None, False, 1, False)
         return out
 
     def check() -> str | None:
@@ -127,7 +131,7 @@ def _weight_case(block_rows: int, n: int, k: int) -> Case:
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
         amax = ops.amax(w_NK, 1)
-        codes, scales, _ = ops.quantize(w_NK, amax, None, None, False, block_rows, False)
+        codes, scales, _ = ops.quantize(w_NK, amax, None, False, block_rows, False)
         return codes, scales, amax[0]
 
     def check() -> str | None:
@@ -142,7 +146,7 @@ def _swiglu_case(rows: int, k: int) -> Case:
     gate_up = _random(rows, 2 * k, seed=rows)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        out: tuple[Tensor, Tensor, Tensor] = ops.quantize(gate_up, None, None, None, False, 1, True)
+        out: tuple[Tensor, Tensor, Tensor] = ops.quantize(gate_up, None, None, False, 1, True)
         return out
 
     def check() -> str | None:
@@ -153,6 +157,62 @@ def _swiglu_case(rows: int, k: int) -> Case:
         return got.to("cpu").first_difference(nvfp4.quantize(h_RK.cpu(), (1, 16), "row"))
 
     return Case("quantize", f"SwiGLU, row-scaled {rows} x {k}", check, run, rows * k * (4 + 0.5 + 1 / 16) + 4 * rows)
+
+
+def _routed(tokens: int, experts: int, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts [T, k] drawn evenly -> (token_R, rows_E, position_Tk int32), as layers.moe.moe_permute sorts rows."""
+    generator = torch.Generator(_DEVICE).manual_seed(top)
+    expert_Tk = torch.rand(tokens, experts, generator=generator, device=_DEVICE).topk(top).indices
+    slot_R = expert_Tk.flatten().argsort(stable=True)
+    rows_E = torch.bincount(expert_Tk.flatten(), minlength=experts)
+    return slot_R // top, rows_E, slot_R.argsort().to(torch.int32).view(tokens, top)
+
+
+def _permute_case(tokens: int, experts: int, top: int, k: int) -> Case:
+    token_R, rows_E, _ = _routed(tokens, experts, top)
+    x_TK, offsets = _random(tokens, k, seed=top), ops.expert_offsets(rows_E)
+    once = ops.quantize(x_TK, None, None, False, 1, False)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        out: tuple[Tensor, Tensor, Tensor] = expert_rows.permute(*once, token_R, offsets)
+        return out
+
+    def check() -> str | None:
+        """Against the tokens' rows gathered first, then quantized: the definition."""
+        (codes, tiles, amax), sizes = run(), rows_E.cpu()
+        end = int(layout.expert_offsets(sizes, k // 16)[-1])
+        scales = layout.unswizzle_experts(tiles[:end].cpu(), sizes, k // 16).view(torch.float8_e4m3fn)
+        got = QTensor("nvfp4", codes.cpu(), scales, amax.cpu(), (len(token_R), k), (1, 16))
+        parts = slice(0, _COMPARED), slice(len(token_R) - _COMPARED, len(token_R))
+        differences = (
+            _part(got, p).first_difference(nvfp4.quantize(x_TK[token_R[p]].cpu(), (1, 16), "row")) for p in parts
+        )
+        return next((d for d in differences if d), None)
+
+    return Case("permute", f"{tokens} x {k}, {top} experts each", check, run, (1 + top) * tokens * (k * 0.5625 + 4))
+
+
+def _combine_case(tokens: int, experts: int, top: int, width: int) -> Case:
+    token_R, _, position_Tk = _routed(tokens, experts, top)
+    y_RH = _random(tokens * top, width, seed=top)
+    generator = torch.Generator(_DEVICE).manual_seed(1)
+    prob_Tk = torch.rand(tokens, top, generator=generator, device=_DEVICE)
+
+    def run() -> Tensor:
+        out: Tensor = expert_rows.combine(y_RH, prob_Tk, position_Tk)
+        return out
+
+    def check() -> str | None:
+        """The sum in the order of the rows, a float32 product and sum at a time."""
+        position_ck = position_Tk[:_COMPARED].long().sort(dim=1)
+        weight_ck = prob_Tk[:_COMPARED].gather(1, position_ck.indices)
+        sum_cH = torch.zeros(len(weight_ck), width, device=_DEVICE)
+        for j in range(top):
+            sum_cH += y_RH[position_ck.values[:, j]].float() * weight_ck[:, j, None]
+        wrong = run()[:_COMPARED] != sum_cH.bfloat16()
+        return f"{int(wrong.sum())} of {wrong.numel()} elements differ" if bool(wrong.any()) else None
+
+    return Case("combine", f"{tokens} x {width}, {top} experts each", check, run, (1 + top) * tokens * width * 2.0)
 
 
 def _gemm_case(architecture: int, rows_E: tuple[int, ...], n: int, k: int, *, grouped: bool) -> Case:

@@ -23,6 +23,7 @@ struct uint4 {
   uint32_t x, y, z, w;
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 struct Warp {
   std::barrier<> meet{32};

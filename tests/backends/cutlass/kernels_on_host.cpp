@@ -24,6 +24,15 @@ void quantize(const MiniteQuantize* q, int held) {
     launch(quantize_rows<0>, rows, threads, *q);
 }
 
+void permute(const MinitePermute* p) {
+  launch(permute_rows, {blocks(p->rows, kWarps), 1}, kWarp * kWarps, *p);
+}
+
+void combine(const MiniteCombine* c) {
+  const int64_t strips = (c->width + 8 * kWarp - 1) / (8 * kWarp);
+  launch(combine_rows, {blocks(c->tokens * strips, kWarps), 1}, kWarp * kWarps, *c);
+}
+
 void swizzle_scales(const uint8_t* linear, int64_t rows, int columns, const MiniteScales* scales) {
   launch(swizzle, {blocks(rows * ((columns + 3) / 4), 256), 1}, 256, linear, rows, columns, *scales);
 }

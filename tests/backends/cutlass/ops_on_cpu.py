@@ -7,11 +7,10 @@ from torch import Tensor
 
 from minite.backends.cutlass import ops
 from minite.formats import QTensor, block_scaled, layout, nvfp4
-from minite.layers import pointwise
+from minite.layers import moe, pointwise
 
 
-def quantize(x, amax, offsets, source_row, tiled, block_rows, swiglu):
-    x = x if source_row is None else x[source_row]
+def quantize(x, amax, offsets, tiled, block_rows, swiglu):
     x = pointwise.swiglu(x, strict=False) if swiglu else x
     rows, k = x.shape
     if amax is None:
@@ -23,6 +22,15 @@ def quantize(x, amax, offsets, source_row, tiled, block_rows, swiglu):
     scales = swizzle(scales, offsets) if tiled else scales
     measured = x.float().abs().amax(1) if amax is None else x.new_empty(0, dtype=torch.float32)  # NaN shows
     return q.codes.view(rows, k // 2), scales, measured
+
+
+def permute(codes, scales, amax, source_row, offsets):
+    return codes[source_row], swizzle(scales[source_row], offsets), amax[source_row]
+
+
+def combine(y_RH: Tensor, prob_Tk: Tensor, position_Tk: Tensor) -> Tensor:
+    order_R = position_Tk.flatten().long().argsort()
+    return moe.moe_combine(y_RH, prob_Tk.flatten()[order_R], order_R // prob_Tk.shape[1], len(prob_Tk), strict=False)
 
 
 def amax(x: Tensor, slices: int) -> Tensor:

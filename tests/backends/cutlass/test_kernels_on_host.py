@@ -18,8 +18,9 @@ from torch import Tensor
 
 from minite.backends.cutlass import ops
 from minite.backends.cutlass.build import CSRC
-from minite.backends.cutlass.library import QuantizeCall
+from minite.backends.cutlass.library import CombineCall, PermuteCall, QuantizeCall
 from minite.formats import layout, nvfp4
+from minite.layers.moe import moe_combine, moe_permute
 
 ROWS = ([3, 0, 2], [0, 0, 5], [130, 0, 1])
 
@@ -43,13 +44,12 @@ def quantize(
     *,
     amax: Tensor | None = None,
     offsets: Tensor | None = None,
-    source_row: Tensor | None = None,
     tiled: bool = False,
     swiglu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ops.quantize, over poisoned outputs."""
     k = x.shape[1] // (2 if swiglu else 1)
-    rows = len(x) if source_row is None else len(source_row)
+    rows = len(x)
     codes = torch.full((rows, k // 2), 0xA5, dtype=torch.uint8)
     experts = None if offsets is None else offsets.shape[1] - 1
     size = (ops.tile_bytes(rows, k // 16, experts),) if tiled else (rows, k // 16)
@@ -57,7 +57,6 @@ def quantize(
     measured = torch.full((rows,), torch.nan)
     call = QuantizeCall(
         x=x.data_ptr(),
-        source_row=ops._address(source_row),
         amax_in=ops._address(amax),
         amax_out=measured.data_ptr(),
         codes=codes.data_ptr(),
@@ -124,13 +123,42 @@ def test_one_matrix_in_tiles(host):
     assert_same_bytes(layout.unswizzle(tiles, 131, 5), expected)
 
 
-def test_rows_are_gathered(host):
-    x_TK, token_R = normal(6, 96, seed=94), torch.randint(6, (21,), generator=seeded(95))
-    expected = nvfp4.quantize(x_TK[token_R], (1, 16), "row")
-    codes, scales, amax = quantize(host, x_TK, 1, source_row=token_R)
+@pytest.mark.parametrize("k", [48, 96, 544])
+def test_tokens_that_were_quantized_once_go_to_their_experts(host, k):
+    sizes, token_R = torch.tensor([3, 0, 130, 8]), torch.randint(6, (141,), generator=seeded(95))
+    x_TK, offsets = normal(6, k, seed=94), ops.expert_offsets(sizes)
+    once, expected = (nvfp4.quantize(x, (1, 16), "row") for x in (x_TK, x_TK[token_R]))
+    scales = once.block_scale.view(torch.uint8)
+    codes, amax = torch.full((141, k // 2), 0xA5, dtype=torch.uint8), torch.full((141,), torch.nan)
+    tiles = torch.full((ops.tile_bytes(141, k // 16, 4),), 0x7F, dtype=torch.uint8)
+    call = PermuteCall(
+        codes_in=once.codes.data_ptr(), scales_in=scales.data_ptr(), amax_in=once.amax.data_ptr(),
+        source_row=token_R.data_ptr(), amax_out=amax.data_ptr(), codes=codes.data_ptr(),
+        scales=ops._scales(tiles, True, offsets), rows=141, k=k,
+    )  # fmt: skip
+    host.permute(ctypes.byref(call))
     assert_same_bytes(amax, expected.amax)
-    assert_same_bytes(scales, expected.block_scale.view(torch.uint8))
     assert_same_bytes(codes, expected.codes)
+    assert_same_bytes(tiles, quantize(host, x_TK[token_R].contiguous(), 2, offsets=offsets, tiled=True)[1])
+
+
+@pytest.mark.parametrize(("width", "top"), [(8, 1), (264, 3), (512, 8), (1032, 32)])
+def test_combine_in_ascending_order_of_experts(host, width, top):
+    """Choices are in the order of the router, positions in any; sums of float32 tell one order from another."""
+    tokens, experts = 5, 32
+    expert_Tk = torch.rand(tokens, experts, generator=seeded(99)).topk(top).indices
+    prob_Tk = torch.rand(tokens, top, generator=seeded(100))
+    _, token_R, _, slot_R = moe_permute(torch.zeros(tokens, 1), expert_Tk, experts)
+    position_Tk = slot_R.argsort().to(torch.int32).view(tokens, top)
+    y_RH = normal(tokens * top, width, seed=101) * torch.exp2(torch.arange(tokens * top) % 9 - 4.0).bfloat16()[:, None]
+    out = torch.full((tokens, width), torch.nan, dtype=torch.bfloat16)
+    call = CombineCall(
+        y=y_RH.data_ptr(), prob=prob_Tk.data_ptr(), position=position_Tk.data_ptr(), out=out.data_ptr(),
+        tokens=tokens, width=width, top=top,
+    )  # fmt: skip
+    host.combine(ctypes.byref(call))
+    expected = moe_combine(y_RH, prob_Tk.flatten()[slot_R], token_R, tokens, strict=False)
+    assert_same_bytes(out.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize(("k", "held"), [(32, 1), (2064, 0)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import normal, seeded
 
-from minite.backends.cutlass import ops, selftest
+from minite.backends.cutlass import expert_rows, ops, selftest
 from minite.backends.cutlass.backend import NativeBackend
 from minite.backends.cutlass.weights import NativeWeight
 from minite.backends.doctor import check_backend
@@ -101,8 +101,8 @@ def test_what_is_not_supported_is_said(backend):
 
 
 def test_fused_experts_equal_the_steps():
-    """BITWISE: K = 64 and 32, where no sum rounds. combine is a kernel of triton, run in its interpreter."""
-    pytest.importorskip("triton", reason="combine is a kernel of the triton backend")
+    """BITWISE: K = 64 and 32, where no sum rounds. Routing is a kernel of triton, run in its interpreter."""
+    pytest.importorskip("triton", reason="routing is a kernel of the triton backend")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     script = Path(__file__).with_name("fused_interpreted.py")
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
@@ -114,6 +114,8 @@ def test_the_self_test_passes_what_is_right_and_names_what_is_wrong(monkeypatch,
     """Its cases over operators on a CPU, with small shapes and made-up times."""
     if architecture < 100:
         monkeypatch.setattr(ops, "gemm", ops_on_cpu.twin)
+    for name in ("permute", "combine"):
+        monkeypatch.setattr(expert_rows, name, getattr(ops_on_cpu, name))
     for name, value in {
         "_DEVICE": "cpu",
         "_QUANTIZE": ((1, 16), (300, 80)),
@@ -121,6 +123,7 @@ def test_the_self_test_passes_what_is_right_and_names_what_is_wrong(monkeypatch,
         "_ROWS": ((3, 0, 40, 1, 0),),
         "_GROUPED_NK": ((136, 96),),
         "_LAYER": (64, 64),
+        "_TOKENS": (13, 4, 3),
         "_refusal": lambda: None,
         "_library": lambda: SimpleNamespace(architecture=architecture),
         "medians": lambda runs, repeats: {"it": 1.0},
@@ -128,7 +131,7 @@ def test_the_self_test_passes_what_is_right_and_names_what_is_wrong(monkeypatch,
     }.items():
         monkeypatch.setattr(selftest, name, value)
     text, healthy = selftest.self_test()
-    assert healthy and text.count("  ok") == 7 and "FAILED" not in text
+    assert healthy and text.count("  ok") == 9 and "FAILED" not in text
     assert ("FP4 tensor cores: not run" in text) == (architecture < 100)
     right = ops.gemm
     monkeypatch.setattr(ops, "gemm", lambda *operands: right(*operands) * 1.02)

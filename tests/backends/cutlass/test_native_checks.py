@@ -10,7 +10,7 @@ import torch
 from cases import normal, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minite.backends.cutlass import library, ops, selftest
+from minite.backends.cutlass import expert_rows, library, ops, selftest
 from minite.backends.cutlass.backend import NativeBackend
 from minite.backends.cutlass.checks import check_padding, check_sizes, check_tensor
 from minite.backends.cutlass.weights import NativeWeight
@@ -113,16 +113,20 @@ def fake(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 def test_shapes_without_running():
     with FakeTensorMode():
         x, offsets = fake(300, 96, dtype=torch.bfloat16), fake(2, 9, dtype=torch.int32)
-        codes, scales, amax = ops.quantize(x, None, None, None, False, 1, False)
+        codes, scales, amax = ops.quantize(x, None, None, False, 1, False)
         assert (codes.shape, scales.shape, amax.shape) == ((300, 48), (300, 6), (300,))
-        rows = fake(500, dtype=torch.int64)
-        codes, tiles, amax = ops.quantize(x, None, offsets, rows, True, 1, True)
+        source_row = fake(500, dtype=torch.int64)
+        assert ops.quantize(x, None, offsets, True, 1, True)[1].shape == (ops.tile_bytes(300, 3, 8),)
+        once = ops.quantize(fake(40, 48, dtype=torch.bfloat16), None, None, False, 1, False)
+        codes, tiles, amax = expert_rows.permute(*once, source_row, offsets)
         assert (codes.shape, tiles.shape, amax.shape) == ((500, 24), (ops.tile_bytes(500, 3, 8),), (500,))
-        assert ops.quantize(x, fake(3, dtype=torch.float32), None, None, False, 1, False)[2].shape == (0,)
+        assert ops.quantize(x, fake(3, dtype=torch.float32), None, False, 1, False)[2].shape == (0,)
         assert ops.swizzle(scales, None).shape == (384 * 8,) and ops.swizzle(scales, offsets).dtype == torch.uint8
         assert ops.amax(x, 4).shape == (4,)
         out = ops.gemm(codes, tiles, amax, fake(8, 64, 24), fake(8, 512), fake(8), offsets, 1.0, torch.bfloat16)
         assert out.shape == (500, 64) and out.dtype == torch.bfloat16
+        prob, position = fake(250, 2, dtype=torch.float32), fake(250, 2, dtype=torch.int32)
+        assert expert_rows.combine(out, prob, position).shape == (250, 64)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_shapes_without_running():
 def test_quantizer_refuses(shape, amax, block_rows, message):
     with FakeTensorMode(), pytest.raises(UserError, match=message):
         given = None if amax is None else fake(amax, dtype=torch.float32)
-        ops.quantize(fake(*shape, dtype=torch.bfloat16), given, None, None, False, block_rows, False)
+        ops.quantize(fake(*shape, dtype=torch.bfloat16), given, None, False, block_rows, False)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def test_experts_of_a_layer_as_step_by_step(monkeypatch):
     """The whole stretch in fused kernels against the reference's steps; on sm_90 with the twin in place of FP4."""
-    pytest.importorskip("triton", reason="combine is a kernel of the triton backend")
+    pytest.importorskip("triton", reason="routing is a kernel of the triton backend")
     try:
         architecture = library.for_device(torch.device("cuda", torch.cuda.current_device())).architecture
     except UserError as error:

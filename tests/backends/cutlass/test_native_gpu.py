@@ -11,10 +11,11 @@ from cases import EDGE_INPUTS, normal, seeded
 from tolerances import assert_same_bytes, gemm_bound
 from torch import Tensor
 
-from minite.backends.cutlass import library, ops
+from minite.backends.cutlass import expert_rows, library, ops
 from minite.errors import UserError
 from minite.formats import QTensor, block_scaled, layout, nvfp4
 from minite.formats.nvfp4 import OUTER_MAX
+from minite.layers import moe
 from minite.layers.pointwise import swiglu
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +53,7 @@ def assert_quantized(got: tuple[Tensor, Tensor], expected: QTensor) -> None:
 @pytest.mark.parametrize("shape_MK", SHAPES_MK, ids=str)
 def test_row_scaled(make, shape_MK):
     x_MK = make(*shape_MK, torch.bfloat16)
-    codes, scales, amax = ops.quantize(x_MK.cuda(), None, None, None, False, 1, False)
+    codes, scales, amax = ops.quantize(x_MK.cuda(), None, None, False, 1, False)
     expected = nvfp4.quantize(x_MK, (1, 16), "row")
     assert_same_bytes(amax, expected.amax, "amax")
     assert_quantized((codes, scales), expected)
@@ -66,7 +67,7 @@ def test_weights(make, block, shape_MK):
     expected = nvfp4.quantize(w_MK, block, "tensor")
     amax = ops.amax(w_MK.cuda(), 1)
     assert_same_bytes(amax, expected.amax.view(1), "amax")
-    assert_quantized(ops.quantize(w_MK.cuda(), amax, None, None, False, block[0], False)[:2], expected)
+    assert_quantized(ops.quantize(w_MK.cuda(), amax, None, False, block[0], False)[:2], expected)
 
 
 @pytest.mark.parametrize("block", [(1, 16), (16, 16)], ids=["1d", "2d"])
@@ -75,16 +76,14 @@ def test_weights_of_experts(block):
     expected = nvfp4.quantize(w_ENK, block, "expert")
     amax = ops.amax(w_ENK.cuda(), 5)
     assert_same_bytes(amax, expected.amax, "amax")
-    assert_quantized(ops.quantize(w_ENK.cuda().flatten(0, 1), amax, None, None, False, block[0], False)[:2], expected)
+    assert_quantized(ops.quantize(w_ENK.cuda().flatten(0, 1), amax, None, False, block[0], False)[:2], expected)
 
 
 def test_every_bf16_value():
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = values[values.isfinite()]
     x_MK = torch.cat((x, x[torch.randperm(x.numel(), generator=seeded(2))])).view(-1, 256)
-    assert_quantized(
-        ops.quantize(x_MK.cuda(), None, None, None, False, 1, False)[:2], nvfp4.quantize(x_MK, (1, 16), "row")
-    )
+    assert_quantized(ops.quantize(x_MK.cuda(), None, None, False, 1, False)[:2], nvfp4.quantize(x_MK, (1, 16), "row"))
 
 
 @pytest.mark.parametrize("k", [64, 80, 2064])
@@ -97,12 +96,12 @@ def test_scales_of_experts_go_to_tiles_of_their_own(rows_E, k):
     offsets = ops.expert_offsets(sizes.cuda())
     end = int(layout.expert_offsets(sizes, k // 16)[-1])
     for tiles in (
-        ops.quantize(x_RK.cuda(), None, offsets, None, True, 1, False)[1],
+        ops.quantize(x_RK.cuda(), None, offsets, True, 1, False)[1],
         ops.swizzle(linear.cuda(), offsets),
     ):
         assert_same_bytes(layout.unswizzle_experts(tiles[:end].cpu(), sizes, k // 16), linear)
         assert_padding_is_zero(tiles[:end].cpu(), sizes, k // 16)
-    tiles = ops.quantize(x_RK.cuda(), None, None, None, True, 1, False)[1]
+    tiles = ops.quantize(x_RK.cuda(), None, None, True, 1, False)[1]
     assert_same_bytes(layout.unswizzle(tiles.cpu(), sum(rows_E), k // 16), linear)
 
 
@@ -113,15 +112,41 @@ def assert_padding_is_zero(tiles: Tensor, sizes: Tensor, columns: int) -> None:
     assert int(whole[:, columns:].sum()) == 0
 
 
-def test_rows_are_gathered_and_amaxes_given():
-    x_TK, token_R = normal(40, 96, seed=32), torch.randint(40, (133,), generator=seeded(33))
-    expected = nvfp4.quantize(x_TK[token_R], (1, 16), "row")
-    codes, scales, amax = ops.quantize(x_TK.cuda(), None, None, token_R.cuda(), False, 1, False)
-    assert_same_bytes(amax, expected.amax)
-    assert_quantized((codes, scales), expected)
-    larger = expected.amax * 3
-    expected = nvfp4.quantize(x_TK[token_R], (1, 16), "row", amax=larger)
-    assert_quantized(ops.quantize(x_TK.cuda(), larger.cuda(), None, token_R.cuda(), False, 1, False)[:2], expected)
+def test_amaxes_given():
+    x_MK = normal(133, 96, seed=32)
+    larger = nvfp4.quantize(x_MK, (1, 16), "row").amax * 3
+    expected = nvfp4.quantize(x_MK, (1, 16), "row", amax=larger)
+    assert_quantized(ops.quantize(x_MK.cuda(), larger.cuda(), None, False, 1, False)[:2], expected)
+
+
+@pytest.mark.parametrize("k", [32, 96, 2048, 2080])
+@pytest.mark.parametrize("rows_E", ROWS, ids=str)
+def test_tokens_that_were_quantized_once_go_to_their_experts(rows_E, k):
+    total = sum(rows_E)
+    x_TK, token_R = normal(40, k, seed=32), torch.randint(40, (total,), generator=seeded(33))
+    offsets = ops.expert_offsets(torch.tensor(rows_E).cuda())
+    once = ops.quantize(x_TK.cuda(), None, None, False, 1, False)
+    codes, tiles, amax = expert_rows.permute(*once, token_R.cuda(), offsets)
+    expected = ops.quantize(x_TK[token_R].cuda(), None, offsets, True, 1, False)
+    end = int(layout.expert_offsets(torch.tensor(rows_E), k // 16)[-1])
+    whole = layout.unswizzle_experts(tiles[:end].cpu(), torch.tensor(rows_E), layout.padded_shape(1, k // 16)[1])
+    wanted = layout.unswizzle_experts(expected[1][:end].cpu(), torch.tensor(rows_E), whole.shape[1])
+    assert_same_bytes(codes, expected[0], "codes")
+    assert_same_bytes(whole, wanted, "scales, zeros behind them too")
+    assert_same_bytes(amax, expected[2], "amax")
+
+
+@pytest.mark.parametrize(("width", "top"), [(8, 1), (264, 3), (2048, 8), (1032, 32)])
+def test_combine_is_the_layers(width, top):
+    tokens, experts = 67, 32
+    expert_Tk = torch.rand(tokens, experts, generator=seeded(36)).topk(top).indices
+    prob_Tk = torch.rand(tokens, top, generator=seeded(37))
+    _, token_R, _, slot_R = moe.moe_permute(torch.zeros(tokens, 1), expert_Tk, experts)
+    y_RH = normal(tokens * top, width, seed=38)
+    position_Tk = slot_R.argsort().to(torch.int32).view(tokens, top)
+    expected = moe.moe_combine(y_RH, prob_Tk.flatten()[slot_R], token_R, tokens, strict=False)
+    got = expert_rows.combine(y_RH.cuda(), prob_Tk.cuda(), position_Tk.cuda())
+    assert_same_bytes(got.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("k", [16, 768, 4112])
@@ -129,7 +154,7 @@ def test_swiglu_then_quantize(k):
     gate_up = (normal(67, 2 * k, seed=34).float() * 4).bfloat16().cuda()
     h_RK = swiglu(gate_up, strict=False)
     expected = nvfp4.quantize(h_RK.cpu(), (1, 16), "row")
-    codes, scales, amax = ops.quantize(gate_up, None, None, None, False, 1, True)
+    codes, scales, amax = ops.quantize(gate_up, None, None, False, 1, True)
     assert_same_bytes(amax, expected.amax, "amax")
     assert_quantized((codes, scales), expected)
 
@@ -138,7 +163,7 @@ def test_swiglu_then_quantize(k):
 def test_infinity_and_nan_show_in_the_amax(bad):
     x_MK = normal(3, 64, seed=35)
     x_MK[1, 20] = bad
-    amax = ops.quantize(x_MK.cuda(), None, None, None, False, 1, False)[2]
+    amax = ops.quantize(x_MK.cuda(), None, None, False, 1, False)[2]
     assert amax.isfinite().tolist() == [True, False, True]
     assert ops.amax(x_MK.cuda(), 3).isfinite().tolist() == [True, False, True]
 
@@ -216,9 +241,9 @@ def test_a_graph_replays_with_other_sizes(architecture):
 
     def run() -> Tensor:
         offsets = ops.expert_offsets(rows_E)
-        codes, tiles, amax = ops.quantize(x_RK, None, offsets, None, True, 1, False)
+        codes, tiles, amax = ops.quantize(x_RK, None, offsets, True, 1, False)
         if architecture < 100:
-            scales = ops.quantize(x_RK, None, None, None, False, 1, False)[1].view(torch.float8_e4m3fn)
+            scales = ops.quantize(x_RK, None, None, False, 1, False)[1].view(torch.float8_e4m3fn)
             q = QTensor("nvfp4", codes, scales, amax, (rows, k), (1, 16))
             return ops.gemm(block_scaled(q), None, amax, *weight, offsets, 1 / OUTER_MAX**2, torch.bfloat16)
         return ops.gemm(codes, tiles, amax, *weight, offsets, 1 / OUTER_MAX**2, torch.bfloat16)
@@ -252,7 +277,7 @@ def test_operators_keep_the_rules_of_torch(architecture):
 def test_a_million_rows():
     rows, k = 2**20, 2048  # 2^31 elements: offsets do not fit int32
     x_MK = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    codes, tiles, amax = ops.quantize(x_MK, None, None, None, True, 1, False)
+    codes, tiles, amax = ops.quantize(x_MK, None, None, True, 1, False)
     for first in (0, 2**19, rows - 128):
         part = slice(first, first + 128)
         expected = nvfp4.quantize(x_MK[part].cpu(), (1, 16), "row")

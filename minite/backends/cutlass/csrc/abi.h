@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define MINITE_ABI 1
+#define MINITE_ABI 2
 #define MINITE_API extern "C" __attribute__((visibility("default")))
 
 // Return codes: 0, a CUDA error (> 0), or one of these.
@@ -12,7 +12,7 @@ enum MiniteStatus {
   kMiniteNoSuchConfig = -1,
   kMiniteSmallWorkspace = -2,
   kMiniteCannotImplement = -3,  // CUTLASS refuses the problem (alignment, an extent)
-  kMiniteNoSuchShape = -4,      // a quantizer does not take this K
+  kMiniteNoSuchShape = -4,      // this K, or more choices of a token than a warp holds
 };
 
 // d[m, n] = (sum_k a[m, k] b[n, k] * alpha) * (weight_amax[g] * row_amax[m]), rounded once to the type of d.
@@ -46,7 +46,6 @@ struct MiniteScales {
 
 struct MiniteQuantize {
   const void* x;              // BF16; 16-byte aligned
-  const int64_t* source_row;  // [rows] or null: row r is read from x[source_row[r]]
   const float* amax_in;       // null: measured (row scaling only)
   float* amax_out;            // [rows]; written when measured
   uint8_t* codes;             // [rows, k / 2], low nibble = even column
@@ -59,6 +58,32 @@ struct MiniteQuantize {
   int32_t swiglu;      // 1: x is [rows, 2k], gate first; what is quantized is BF16(silu(gate) * up)
 };
 
+// Rows that were quantized once, copied to every expert that takes them: row r is row source_row[r].
+struct MinitePermute {
+  const uint8_t* codes_in;    // [tokens, k / 2]
+  const uint8_t* scales_in;   // [tokens, k / 16], in order
+  const float* amax_in;       // [tokens]
+  const int64_t* source_row;  // [rows]
+  float* amax_out;            // [rows]
+  uint8_t* codes;             // [rows, k / 2]
+  MiniteScales scales;
+  void* stream;
+  int64_t rows;
+  int32_t k;
+};
+
+// out[t] = sum over the choices j of token t of prob[t, j] * y[position[t, j]], in ascending order of position, rounded
+// to BF16 once; each product and each sum is a float32 of its own.
+struct MiniteCombine {
+  const void* y;            // BF16 [rows, width], width a multiple of 8
+  const float* prob;        // [tokens, top]
+  const int32_t* position;  // [tokens, top], all different
+  void* out;                // BF16 [tokens, width]
+  void* stream;
+  int64_t tokens;
+  int32_t width, top;  // top: at most 32
+};
+
 MINITE_API int minite_abi();
 MINITE_API int minite_architecture();  // 90, 100 or 103
 MINITE_API int64_t minite_dense_workspace(const MiniteGemm*);
@@ -66,5 +91,7 @@ MINITE_API int64_t minite_grouped_workspace(const MiniteGemm*);
 MINITE_API int minite_dense_gemm(const MiniteGemm*);
 MINITE_API int minite_grouped_gemm(const MiniteGemm*);
 MINITE_API int minite_quantize(const MiniteQuantize*);
+MINITE_API int minite_permute(const MinitePermute*);
+MINITE_API int minite_combine(const MiniteCombine*);
 MINITE_API int minite_swizzle(const uint8_t* linear, int64_t rows, int32_t columns, const MiniteScales*, void* stream);
 MINITE_API int minite_amax(const void* x, int64_t slices, int64_t elements, float* amax, void* stream);

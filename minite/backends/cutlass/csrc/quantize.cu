@@ -1,4 +1,4 @@
-// Quantizers and what moves block scales: the C functions over quantize_kernels.cuh.
+// Quantizers, what moves block scales, rows to experts and back: the C functions over quantize_kernels.cuh.
 #include <cuda_runtime.h>
 
 #include "quantize_kernels.cuh"
@@ -28,6 +28,23 @@ int minite_quantize(const MiniteQuantize* q) {
     quantize_rows<4><<<rows, kWarp * kWarps, 0, stream>>>(*q);
   else
     quantize_rows<0><<<rows, kWarp * kWarps, 0, stream>>>(*q);
+  return int(cudaPeekAtLastError());
+}
+
+int minite_permute(const MinitePermute* p) {
+  if (p->k % minite::kBlock != 0) return kMiniteNoSuchShape;
+  if (p->rows == 0) return 0;
+  minite::permute_rows<<<minite::blocks_for(p->rows, minite::kWarps), minite::kWarp * minite::kWarps, 0,
+                         static_cast<cudaStream_t>(p->stream)>>>(*p);
+  return int(cudaPeekAtLastError());
+}
+
+int minite_combine(const MiniteCombine* c) {
+  if (c->width % 8 != 0 || c->top > minite::kWarp) return kMiniteNoSuchShape;
+  if (c->tokens == 0 || c->width == 0) return 0;
+  const int64_t strips = (c->width + 8 * minite::kWarp - 1) / (8 * minite::kWarp);
+  minite::combine_rows<<<minite::blocks_for(c->tokens * strips, minite::kWarps), minite::kWarp * minite::kWarps, 0,
+                         static_cast<cudaStream_t>(c->stream)>>>(*c);
   return int(cudaPeekAtLastError());
 }
 

@@ -40,7 +40,9 @@ __device__ int64_t tile_row(const MiniteScales& s, int64_t r) {
   return s.scale_starts[low] + (r - s.starts[low]);
 }
 
-__device__ void store(const MiniteQuantize& q, int64_t r, int64_t scale_row, int column, const Encoded& e) {
+// Call: MiniteQuantize or MinitePermute.
+template <class Call>
+__device__ void store(const Call& q, int64_t r, int64_t scale_row, int column, const Encoded& e) {
   const int columns = q.k / kBlock, columns4 = (columns + 3) / 4;
   *reinterpret_cast<uint2*>(q.codes + r * (q.k / 2) + column * 8) = make_uint2(e.codes[0], e.codes[1]);
   if (q.scales.tiles == nullptr) {
@@ -63,8 +65,7 @@ __global__ void __launch_bounds__(kWarp* kWarps) quantize_rows(const MiniteQuant
   const int lane = threadIdx.x % kWarp, columns = q.k / kBlock;
   const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (r >= q.rows) return;
-  const int64_t source = q.source_row == nullptr ? r : q.source_row[r];
-  const uint16_t* row = static_cast<const uint16_t*>(q.x) + source * q.k * (q.swiglu ? 2 : 1);
+  const uint16_t* row = static_cast<const uint16_t*>(q.x) + r * q.k * (q.swiglu ? 2 : 1);
   Block held[kHeld > 0 ? kHeld : 1];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
@@ -116,6 +117,55 @@ __global__ void __launch_bounds__(kWarp* kWarps) quantize_squares(const MiniteQu
   const float outer = outer_encode(q.amax_in[r / q.rows_per_amax], kOuterMax);
   const Encoded encoded = encode(x, as_float(largest), outer, 1.0f / outer);
   store(q, r, q.scales.tiles == nullptr ? 0 : tile_row(q.scales, r), column, encoded);
+}
+
+// A warp takes a row; a lane a block of 16 codes and its scale at a time.
+__global__ void __launch_bounds__(kWarp* kWarps) permute_rows(const MinitePermute p) {
+  const int lane = threadIdx.x % kWarp, columns = p.k / kBlock;
+  const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (r >= p.rows) return;
+  const int64_t source = p.source_row[r];
+  if (lane == 0) p.amax_out[r] = p.amax_in[source];
+  const uint2* codes = reinterpret_cast<const uint2*>(p.codes_in + source * (p.k / 2));
+  const uint8_t* scales = p.scales_in + source * columns;
+  const int64_t scale_row = p.scales.tiles == nullptr ? 0 : tile_row(p.scales, r);
+  for (int c = lane; c < columns; c += kWarp) {
+    const uint2 pair = codes[c];
+    store(p, r, scale_row, c, Encoded{{pair.x, pair.y}, scales[c]});
+  }
+}
+
+// A warp takes 256 columns of a token, a lane eight of them. Lane j also holds choice j.
+__global__ void __launch_bounds__(kWarp* kWarps) combine_rows(const MiniteCombine c) {
+  const int lane = threadIdx.x % kWarp, strips = (c.width + 8 * kWarp - 1) / (8 * kWarp);
+  const int64_t item = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (item >= c.tokens * strips) return;
+  const int64_t token = item / strips;
+  const int column = int(item % strips) * 8 * kWarp + lane * 8;
+  // complements, whose maximum is that of the lowest position; 0: no choice is left
+  uint32_t left = lane < c.top ? ~uint32_t(c.position[token * c.top + lane]) : 0;
+  const uint32_t weight_bits = lane < c.top ? as_bits(c.prob[token * c.top + lane]) : 0;
+  float sum[8] = {};
+  for (int i = 0; i < c.top; ++i) {
+    const uint32_t lowest = __reduce_max_sync(0xFFFFFFFFu, left);
+    const float weight = as_float(__reduce_max_sync(0xFFFFFFFFu, left == lowest ? weight_bits : 0));
+    if (left == lowest) left = 0;
+    if (column >= c.width) continue;
+    const uint16_t* y = static_cast<const uint16_t*>(c.y) + int64_t(~lowest) * c.width + column;
+    const uint4 eight = __ldg(reinterpret_cast<const uint4*>(y));
+    const uint32_t word[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum[2 * j] += even_column(word[j]) * weight;
+      sum[2 * j + 1] += odd_column(word[j]) * weight;
+    }
+  }
+  if (column >= c.width) return;
+  uint32_t word[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) word[j] = bf16_bits(sum[2 * j]) | bf16_bits(sum[2 * j + 1]) << 16;
+  uint16_t* out = static_cast<uint16_t*>(c.out) + token * c.width + column;
+  *reinterpret_cast<uint4*>(out) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 // One thread a row and four columns.
