@@ -43,6 +43,7 @@ setup(
         "sglang": SGLANG,  # SGLang as the sampler
         # slime itself comes from its repository: the package of that name elsewhere is unrelated
         "slime": [*SGLANG, "math-verify>=0.9"],
+        "reasoning": ["reasoning-gym>=0.1.20"],  # data.kind reasoning_gym; brings matplotlib
         "prometheus": PROMETHEUS,  # driver.prometheus_port
         "wandb": ["wandb>=0.19"],  # driver.wandb
         "cpu": CPU,  # compiles the NVFP4 quantizer of a CPU at first use; without it: the same bytes, slower

@@ -43,7 +43,12 @@ HOMES = {
     "numba": "minite/backends/cpu",
     "matplotlib": "minite/diagnostics",
 }
-LAZY = {"transformers", "prometheus_client", "wandb"}  # imported inside a function, where a recipe asks for it
+LAZY = {
+    "transformers",
+    "prometheus_client",
+    "wandb",
+    "reasoning_gym",
+}  # imported inside a function, where a recipe asks for it
 NEVER = {"slime_plugin", "slime", "tests", "scripts"}
 
 

@@ -50,7 +50,11 @@ def add(command: Command) -> None:
     added.add_argument("checkpoint", type=Path, metavar="CKPT", help="Hugging Face directory in BF16 or FP32")
     added.add_argument("--recipe", nargs="+", required=True, help="recipes whose precision plans are applied")
     added.add_argument(
-        "--tasks", nargs="+", default=["text"], metavar="TASK", help="text (perplexity), greedy (default: text)"
+        "--tasks",
+        nargs="+",
+        default=["text"],
+        metavar="TASK",
+        help="text (perplexity), greedy, heldout (the recipe's questions) (default: text)",
     )
     added.add_argument("--json", action="store_true", help="every value as JSON")
     add_override(added)

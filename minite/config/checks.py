@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision.kv_cache": ("bf16", "fp8"),
     "precision.lm_head_dtype": ("fp32", "bf16"),
     "precision.alignment": ("off", "aligned", "strict"),
-    "data.kind": ("arithmetic", "modular", "jsonl"),
+    "data.kind": ("arithmetic", "modular", "jsonl", "reasoning_gym"),
     "learner.device": ("auto", "cpu", "cuda"),
     "sampler.kind": ("embedded", "sglang"),
     "sampler.device": ("auto", "cpu", "cuda"),
@@ -46,7 +46,7 @@ BOUNDS: tuple[_Bound, ...] = (
         "sampler.max_new_tokens sampler.tensor_parallel "
         "algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
-        "data.max_operand monitor.window slime.nodes slime.gpus_per_node slime.gpus_per_engine",
+        "data.max_operand data.questions monitor.window slime.nodes slime.gpus_per_node slime.gpus_per_engine",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
     ("at least 5, so that its noise can be estimated", lambda x: x >= 5, "monitor.baseline"),
@@ -152,7 +152,11 @@ def check_data(config: RunConfig) -> None:
         raise _fail(config, "data.path", "kind jsonl needs a file; set data.path")
     if d.kind != "jsonl" and d.path is not None:
         raise _fail(config, "data.path", f"kind {d.kind} makes its own questions; remove it or set data.kind: jsonl")
-    if d.kind == "jsonl" and config.warm_start.wrong_frac:
+    if d.kind == "reasoning_gym" and not d.tasks:
+        raise _fail(config, "data.tasks", "kind reasoning_gym needs tasks, such as {chain_sum: {max_terms: 2}}")
+    if d.kind != "reasoning_gym" and d.tasks:
+        raise _fail(config, "data.tasks", "only kind reasoning_gym has tasks; remove them or set the kind")
+    if d.kind in ("jsonl", "reasoning_gym") and config.warm_start.wrong_frac:
         raise _fail(config, "warm_start.wrong_frac", "only questions that the recipe makes can be answered wrongly")
     if d.chat_template and d.tokenizer == "chars":
         raise _fail(config, "data.chat_template", "tokenizer chars has none; remove it or set data.tokenizer")

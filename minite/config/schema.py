@@ -71,12 +71,16 @@ class PrecisionConfig:
 class DataConfig:
     """Prompts and rewards."""
 
-    kind: str = "arithmetic"  # arithmetic | modular (both made by the recipe) | jsonl
+    kind: str = "arithmetic"  # arithmetic | modular (both made by the recipe) | jsonl | reasoning_gym (that package)
     path: str | None = None  # jsonl only: lines {"prompt": str, "answer": str}
     tokenizer: str = "chars"  # chars (built in) | a Hugging Face tokenizer directory
     chat_template: bool = False  # prompts are put as a user's message into the tokenizer's chat template
     max_operand: int = 99  # arithmetic, modular
     operations: tuple[str, ...] = ("+",)  # arithmetic only: of + - *
+    tasks: dict[str, dict[str, int | float | bool | str | tuple[str, ...]]] = field(
+        default_factory=dict
+    )  # reasoning_gym
+    questions: int = 2000  # reasoning_gym only: of each task
     heldout: int = 256  # prompts never trained on
 
 

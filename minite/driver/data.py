@@ -9,7 +9,7 @@ import itertools
 import json
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from minite.config import RunConfig
 from minite.config.build import nearest
 from minite.config.schema import DataConfig
+from minite.driver import reasoning
 from minite.driver.tokenizer import Tokenizer
 from minite.errors import UserError
 
@@ -32,6 +33,7 @@ class Example:
     answer: str
     key: str
     wrong: str | None = None  # a plausible wrong answer, for imperfect demonstrations
+    entry: reasoning.Entry | None = field(default=None, compare=False)  # what a task's own scorer reads
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,16 @@ def _parse_line(line: str, where: str) -> Example:
     return Example(record["prompt"], record["answer"], record["prompt"])
 
 
+def reasoning_gym(data: DataConfig) -> list[Example]:
+    """Questions that the tasks of ``data.tasks`` make, each with an answer that they give full marks."""
+    return [Example(e["question"], str(e["answer"]), e["question"], entry=e) for e in reasoning.questions(data)]
+
+
 TASKS: dict[str, Callable[[DataConfig], list[Example]]] = {
     "arithmetic": arithmetic,
     "modular": modular,
     "jsonl": jsonl,
+    "reasoning_gym": reasoning_gym,
 }
 
 
@@ -154,6 +162,11 @@ def split(examples: Sequence[Example], heldout: int, seed: int) -> Task:
     if not train:
         raise UserError(f"data.heldout: {heldout} of {len(examples)} examples leave none to train on; lower it")
     return Task(train, held)
+
+
+def score(example: Example, response: str) -> float:
+    """The reward of a response that has ended."""
+    return reward(response, example.answer) if example.entry is None else reasoning.score(example.entry, response)
 
 
 def reward(text: str, answer: str) -> float:

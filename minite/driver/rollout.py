@@ -13,7 +13,7 @@ import ray
 from minite.config import RunConfig
 from minite.driver.actors import SamplerPool
 from minite.driver.buffer import RolloutBuffer, pack, request_id
-from minite.driver.data import Example, Prompt, PromptStream, Task, reward
+from minite.driver.data import Example, Prompt, PromptStream, Task, score
 from minite.driver.tokenizer import Tokenizer
 from minite.losses.advantage import group_advantage
 from minite.sampler.engine import Completion, Request, SamplingParams
@@ -107,7 +107,7 @@ class Rollouts:
         """A response that never ended is wrong, whatever it starts with."""
         if completion.finish_reason != "stop":
             return 0.0
-        return reward(self._tokenizer.decode(completion.tokens), example.answer)
+        return score(example, self._tokenizer.decode(completion.tokens))
 
     def _requests(self, prompt: Prompt) -> list[Request]:
         params, seed = self._sampling(), self._config.seed

@@ -12,7 +12,7 @@ from minite.driver.tokenizer import Tokenizer, make_tokenizer
 from minite.learner import hf
 from minite.models import get_model
 from minite.sampler.embedded import EmbeddedEngine
-from minite.sampler.engine import Request, SamplingParams
+from minite.sampler.engine import Completion, Request, SamplingParams
 from minite.sync.export import pack
 from minite.sync.stored import MODEL_DTYPES
 from minite.sync.transport import package
@@ -30,14 +30,18 @@ class Subject:
         """Of every token but the first of each sequence. [nats]"""
         return (scores_T.tolist() for scores_T in self.engine.logprobs(sequences))
 
-    def greedy(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
-        """The most likely continuation of each prompt, the end of the response left out."""
+    def complete(self, prompts: Sequence[str], max_new_tokens: int) -> list[Completion]:
+        """The most likely response to each prompt, in the order of the prompts."""
         params = SamplingParams(max_new_tokens, temperature=0.0, stop_token_ids=(self.tokenizer.eos_id,))
         requests = [
             Request(str(i), tuple(self.tokenizer.encode_prompt(prompt)), params) for i, prompt in enumerate(prompts)
         ]
+        return self.engine.generate(requests)
+
+    def greedy(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+        """The tokens of `complete`, the end of the response left out."""
         eos = self.tokenizer.eos_id
-        return [[token for token in done.tokens if token != eos] for done in self.engine.generate(requests)]
+        return [[token for token in done.tokens if token != eos] for done in self.complete(prompts, max_new_tokens)]
 
 
 def load(checkpoint: Path, config: RunConfig) -> Subject:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minite.evaluation.greedy import greedy
+from minite.evaluation.heldout import heldout
 from minite.evaluation.outcome import Outcome, Tell
 from minite.evaluation.subject import Subject
 from minite.evaluation.text import text
 
 Task = Callable[[Subject, Tell], Outcome]
 
-TASKS: dict[str, Task] = {"text": text, "greedy": greedy}
+TASKS: dict[str, Task] = {"text": text, "greedy": greedy, "heldout": heldout}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_checkpoint import config, recipe, write_checkpoint
 
 from minite.cli import main
+from minite.config.schema import DataConfig, ModelConfig, RunConfig, SamplerConfig
+from minite.driver.data import load_task
+from minite.driver.tokenizer import CharTokenizer
 from minite.errors import UserError
 from minite.evaluation import greedy, subject, text
 from minite.evaluation.evaluate import evaluate
@@ -113,7 +118,10 @@ def test_command(checkpoint, tmp_path, capsys):
 def test_mistakes(checkpoint, tmp_path, capsys):
     path = recipe(tmp_path, "exact", checkpoint)
     assert main(["eval", str(checkpoint), "--recipe", str(path), "--tasks", "txt"]) == 2
-    assert "--tasks: 'txt' is no task; expected some of text, greedy; nearest is 'text'" in capsys.readouterr().err
+    assert (
+        "--tasks: 'txt' is no task; expected some of text, greedy, heldout; nearest is 'text'"
+        in capsys.readouterr().err
+    )
     assert main(["eval", str(tmp_path), "--recipe", str(path)]) == 2
     assert "has no *.safetensors file" in capsys.readouterr().err
     with pytest.raises(UserError, match="model.rope_theta is 10000.0, but .*/config.json says 99"):
@@ -123,3 +131,28 @@ def test_mistakes(checkpoint, tmp_path, capsys):
         data = json.loads((checkpoint / "config.json").read_text())
         (tmp_path / "other" / "config.json").write_text(json.dumps(data | {"rope_theta": 99.0}))
         subject.load(tmp_path / "other", config(tmp_path, checkpoint))
+
+
+def test_heldout_gives_each_question_the_reward_of_a_run():
+    """0 for what is wrong and for what never ended, whatever it says so far."""
+    model = ModelConfig("qwen3", 1, 16, 1, 1, 16, vocab_size=32, intermediate_size=32, max_seq_len=32)
+    asked = RunConfig("x", model, data=DataConfig(max_operand=9, heldout=3), sampler=SamplerConfig(max_new_tokens=9))
+    tokenizer = CharTokenizer()
+    said = [example.answer for example in load_task(asked, tokenizer).heldout]
+    said[2] += "1"
+    ends = ("stop", "length", "stop")
+
+    def complete(prompts, most):
+        assert len(prompts) == 3 and most == 9
+        return [
+            SimpleNamespace(tokens=[*tokenizer.encode(text), tokenizer.eos_id][: None if end == "stop" else -1],
+                            finish_reason=end)
+            for text, end in zip(said, ends, strict=True)
+        ]  # fmt: skip
+
+    outcome = TASKS["heldout"](SimpleNamespace(config=asked, tokenizer=tokenizer, complete=complete), quiet)
+    assert outcome.value_N == (1.0, 0.0, 0.0) and outcome.metric == "reward"
+    assert outcome.samples[0][1] == said[0] and "3 held-out questions of arithmetic" in outcome.about
+    nothing = replace(asked, data=replace(asked.data, heldout=0))
+    with pytest.raises(UserError, match="data.heldout is 0"):
+        TASKS["heldout"](SimpleNamespace(config=nothing, tokenizer=tokenizer, complete=complete), quiet)

@@ -1,0 +1,60 @@
+"""reasoning_gym as a source of questions and rewards."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from minite.config.schema import DataConfig
+from minite.driver import reasoning
+from minite.driver.data import TASKS, Example, score
+from minite.errors import UserError
+
+DATA = DataConfig(
+    kind="reasoning_gym", questions=40, tasks={"chain_sum": {"max_terms": 2, "max_digits": 2}, "gcd": {"max_value": 9}}
+)
+
+
+@pytest.fixture
+def examples() -> list[Example]:
+    pytest.importorskip(
+        "reasoning_gym", reason="reasoning_gym is not installed (extra reasoning; matplotlib and 80 MB with it)"
+    )
+    return TASKS["reasoning_gym"](DATA)
+
+
+def test_every_answer_of_a_task_has_full_marks_and_others_what_its_scorer_says(examples: list[Example]) -> None:
+    names = [e.entry["metadata"]["source_dataset"] for e in examples if e.entry]
+    assert names.count("chain_sum") > 20 and names.count("gcd") > 20
+    assert all(score(e, e.answer) == score(e, f" {e.answer}\n") == 1.0 for e in examples)
+    assert all(score(e, f"<answer>x</answer> so <answer> {e.answer} </answer>") == 1.0 for e in examples)
+    sum_ = next(e for e in examples if e.entry and e.entry["metadata"]["source_dataset"] == "chain_sum")
+    assert score(sum_, "no number") == score(sum_, "") == 0.0
+    assert 0 < score(sum_, f"it is {sum_.answer}") < 1  # the library gives a part for an answer among other words
+
+
+def test_questions_are_the_same_each_time_and_each_there_once(examples: list[Example]) -> None:
+    again = TASKS["reasoning_gym"](DATA)
+    assert again == examples and len({e.prompt for e in examples}) == len(examples)
+    assert score(pickle.loads(pickle.dumps(examples[0])), examples[0].answer) == 1.0  # a checkpoint may hold it
+
+
+@pytest.mark.parametrize(
+    ("tasks", "expected"),
+    [
+        ({"chain_sm": {}}, "reasoning_gym has no 'chain_sm'; nearest is 'chain_sum'"),
+        ({"chain_sum": {"terms": 2}}, "data.tasks.chain_sum: .*unexpected keyword argument 'terms'"),
+        ({"chain_sum": {"min_terms": 0}}, "data.tasks.chain_sum: min_terms must be positive"),
+    ],
+)
+def test_what_does_not_exist_is_told(examples: list[Example], tasks: dict, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        reasoning.questions(replace(DATA, tasks=tasks))
+
+
+def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"data.kind is reasoning_gym, but .*pip install 'minite\[reasoning\]'"):
+        reasoning.questions(DATA)
