@@ -107,7 +107,7 @@ class Backend(Protocol):
     def grouped_wgrad(self, dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, dtype: torch.dtype) -> Tensor: ...
 
     # The same of columnwise codes [N, R] and [K, R]: dy with an outer scale per row of the result, x with one. Experts
-    # have multiples of layers.nvfp4_gradients.PADDED columns, together at most R.
+    # have multiples of layers.nvfp4_gradients.PADDED columns, not none, together at most R.
     def grouped_wgrad_of_codes(
         self, dy_NR: QTensor, x_KR: QTensor, columns_E: Tensor, dtype: torch.dtype
     ) -> Tensor: ...

@@ -47,11 +47,11 @@ def grouped_wgrad(
     dy_RN: Tensor, x_RK: Tensor, rows_E: Tensor, backend: Backend, dtype: torch.dtype, name: str
 ) -> Tensor:
     """[E, N, K] by expert, zeros for one without rows; the host does not read rows_E here."""
-    padded_E = (rows_E + (PADDED - 1)) // PADDED * PADDED
+    padded_E = ((rows_E + (PADDED - 1)) // PADDED).clamp(min=1) * PADDED  # CUTLASS takes no empty sum
     shift_E = (padded_E - rows_E).cumsum(0) - (padded_E - rows_E)
     position_R = torch.arange(len(x_RK), device=x_RK.device)
     position_R += shift_E.repeat_interleave(rows_E, output_size=len(x_RK))
-    most = len(x_RK) + (PADDED - 1) * min(len(rows_E), len(x_RK))  # of any split of the rows
+    most = len(x_RK) + PADDED * len(rows_E)  # of any split of the rows
 
     def spread(t: Tensor) -> Tensor:
         return t.new_zeros(_whole(most), t.shape[1]).index_copy_(0, position_R, t.detach())

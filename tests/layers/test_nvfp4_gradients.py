@@ -53,9 +53,13 @@ def drawn(dy: Tensor, dy_columns: Tensor) -> tuple[QTensor, QTensor]:
     return nvfp4.quantize(dy, **options), nvfp4.quantize(transform(dy_columns.T.contiguous()), **options)
 
 
+def width(count: int) -> int:
+    return max(1, -(-count // 64)) * 64
+
+
 def padded(t: Tensor, rows: list[int]) -> Tensor:
     """Each expert's rows, followed by zeros up to a multiple of 64."""
-    parts = [torch.cat([p, p.new_zeros(-len(p) % 64, p.shape[1])]) for p in t.split(rows)]
+    parts = [torch.cat([p, p.new_zeros(width(len(p)) - len(p), p.shape[1])]) for p in t.split(rows)]
     return torch.cat(parts)
 
 
@@ -79,14 +83,14 @@ def test_grouped_gradients_are_the_formula_by_expert(rows, strict):
     w_ENK = exact.randn(4, n, k, seed=2) * torch.tensor([1e-3, 1.0, 30.0, 0.1]).bfloat16()[:, None, None]
     dx, dw = gradients(x, w_ENK, dy, SPEC, backend(strict), rows=rows)
     x_whole, dy_whole = padded(x, rows), padded(dy, rows)
-    room = -(-(total + 63 * min(4, total)) // 64) * 64 - len(dy_whole)  # as for any split of the rows
+    room = width(total + 64 * 4) - len(dy_whole)  # as for any split of the rows
     dy_RN, dy_NR = drawn(dy, torch.cat([dy_whole, dy_whole.new_zeros(room, n)]))
     x_KR = nvfp4.quantize(transform(x_whole.T.contiguous()))
     row, column = 0, 0
     for e, count in enumerate(rows):
         part = nvfp4_part(dy_RN, slice(row, row + count))
         exact.assert_rounded_once(dx[row : row + count], product(part, quantize_columnwise(w_ENK[e])), n, strict)
-        span = slice(column, column + -(-count // 64) * 64)
+        span = slice(column, column + width(count))
         exact.assert_rounded_once(dw[e], multiplied(values(dy_NR)[:, span], values(x_KR)[:, span]), count, strict)
         row, column = row + count, span.stop
 

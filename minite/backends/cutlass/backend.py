@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minite.backends.base import Fused, Operand
-from minite.backends.cutlass import ops
+from minite.backends.cutlass import ops, wgrad
 from minite.backends.cutlass.build import ARCHITECTURES, library_file
 from minite.backends.cutlass.library import architecture_of
 from minite.backends.cutlass.weights import NativeWeight
@@ -116,7 +116,19 @@ class NativeBackend:
         return self._emulation.grouped_wgrad(dy_RN, x_RK, rows_E, dtype)
 
     def grouped_wgrad_of_codes(self, dy_NR: QTensor, x_KR: QTensor, columns_E: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._emulation.grouped_wgrad_of_codes(dy_NR, x_KR, columns_E, dtype)
+        """[E, N, K] by expert, on FP4 tensor cores; dtype bfloat16 or float32."""
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(f"native: results are bfloat16 or float32, not {dtype}; use precision.backend=reference")
+        assert dy_NR.block_scale is not None and x_KR.block_scale is not None
+        assert dy_NR.amax is not None and x_KR.amax is not None
+        starts = wgrad.run_starts(columns_E.to(dy_NR.device))
+        a_tiles, b_tiles = (
+            wgrad.swizzle_columns(scales.view(torch.uint8), starts) for scales in (dy_NR.block_scale, x_KR.block_scale)
+        )
+        weight_amax = x_KR.amax.expand(len(columns_E)).contiguous()
+        operands = (dy_NR.codes, a_tiles, dy_NR.amax, x_KR.codes, b_tiles, weight_amax)
+        out: Tensor = wgrad.wgrad(*operands, starts, 1 / (dy_NR.outer_max * x_KR.outer_max), dtype)
+        return out
 
 
 def _outer_amax(x_MK: Tensor, outer: str, how: str, amax: Tensor | None) -> Tensor:

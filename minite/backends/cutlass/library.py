@@ -12,7 +12,7 @@ import torch
 from minite.backends.cutlass.build import ARCHITECTURES, Architecture, library_file
 from minite.errors import UserError
 
-ABI = 2
+ABI = 3
 _STATUS = {
     -1: "the library has no such kernel",
     -2: "the workspace is smaller than the kernel asks for",
@@ -30,6 +30,7 @@ class GemmCall(ctypes.Structure):
         ("workspace_bytes", c_int64),
         *((name, c_int32) for name in ("config", "m", "n", "k", "groups", "multiprocessors")),
         ("alpha", c_float),
+        ("over_columns", c_int32),
     ]
 
 
@@ -107,6 +108,12 @@ class Library:
     def swizzle(self, linear: int, rows: int, columns: int, scales: ScalesCall, stream: int) -> None:
         sizes = (c_int64(rows), c_int32(columns))
         self._check(self._dll.minite_swizzle(c_void_p(linear), *sizes, ctypes.byref(scales), c_void_p(stream)))
+
+    def swizzle_columns(
+        self, linear: int, rows: int, columns: int, starts: int, groups: int, tiles: int, stream: int
+    ) -> None:
+        sizes = (c_int64(rows), c_int32(columns), c_void_p(starts), c_int32(groups))
+        self._check(self._dll.minite_swizzle_columns(c_void_p(linear), *sizes, c_void_p(tiles), c_void_p(stream)))
 
     def amax(self, x: int, slices: int, elements: int, amax: int, stream: int) -> None:
         sizes = (c_int64(slices), c_int64(elements))

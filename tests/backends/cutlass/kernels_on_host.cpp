@@ -37,6 +37,10 @@ void swizzle_scales(const uint8_t* linear, int64_t rows, int columns, const Mini
   launch(swizzle, {blocks(rows * ((columns + 3) / 4), 256), 1}, 256, linear, rows, columns, *scales);
 }
 
+void swizzle_runs(const uint8_t* linear, int64_t rows, int columns, const int32_t* starts, int groups, uint8_t* tiles) {
+  launch(swizzle_columns, {blocks(rows * (columns / 4), 256), 1}, 256, linear, rows, columns, starts, groups, tiles);
+}
+
 void amax_of(const uint16_t* x, int slices, int64_t elements, uint32_t* out) {
   launch(amax, {2, unsigned(slices)}, 64, x, elements / kBlock, out);
 }

@@ -67,3 +67,26 @@ def twin(a, a_tiles, row_amax, b, b_tiles, weight_amax, offsets, alpha, out_dtyp
     sizes = torch.tensor([m]) if offsets is None else offsets[0].diff()
     acc = torch.cat([x.float() @ w.float().T for x, w in zip(a.split(sizes.tolist()), b, strict=True)])
     return acc.mul_(alpha).mul_((weight_amax.repeat_interleave(sizes) * row_amax)[:, None]).to(out_dtype)
+
+
+def swizzle_columns(scales_NG: Tensor, starts: Tensor) -> Tensor:
+    edges = (starts // 16).tolist()
+    used = torch.cat([layout.swizzle(scales_NG[:, a:b]) for a, b in zip(edges, edges[1:], strict=False)])
+    height, width = layout.padded_shape(*scales_NG.shape)
+    return torch.cat((used, used.new_full((height * width - used.numel(),), 0x7F)))
+
+
+def wgrad(a, a_tiles, row_amax, b, b_tiles, weight_amax, starts, alpha, out_dtype):
+    columns_E = starts.diff().tolist()
+    results = []
+    for e, columns in enumerate(columns_E):
+        values = []
+        for codes, tiles in ((a, a_tiles), (b, b_tiles)):
+            rows, height = len(codes), layout.padded_shape(len(codes), 4)[0]
+            run = tiles[int(starts[e]) * height // 16 : int(starts[e + 1]) * height // 16]
+            scales = layout.unswizzle(run, rows, columns // 16).view(torch.float8_e4m3fn)
+            part = codes[:, int(starts[e]) // 2 : int(starts[e + 1]) // 2]
+            q = QTensor("nvfp4", part, scales, torch.ones(()), (rows, columns), (1, 16))
+            values.append(block_scaled(q, torch.float32))
+        results.append((values[0] @ values[1].T).mul_(alpha).mul_((weight_amax[e] * row_amax)[:, None]).to(out_dtype))
+    return torch.stack(results)

@@ -16,7 +16,7 @@ from cases import normal, seeded
 from tolerances import assert_same_bytes
 from torch import Tensor
 
-from minite.backends.cutlass import ops
+from minite.backends.cutlass import ops, wgrad
 from minite.backends.cutlass.build import CSRC
 from minite.backends.cutlass.library import CombineCall, PermuteCall, QuantizeCall
 from minite.formats import layout, nvfp4
@@ -114,6 +114,24 @@ def test_scales_go_to_the_tiles_of_their_expert(host, rows_E, k):
         assert int(whole[:, k // 16 :].sum()) == 0, "columns that pad are zero"
         assert bool((tiles[end:] == 0x7F).all()), "nothing is written behind the last expert"
     assert_same_bytes(written, moved)
+
+
+@pytest.mark.parametrize("columns_E", [[64], [64, 192, 64, 128]], ids=str)
+@pytest.mark.parametrize("n", [16, 136])
+def test_scales_of_runs_of_columns_go_to_tiles_of_their_own(host, n, columns_E):
+    """What CUTLASS reads for expert e: the layout of an [n, columns] matrix. The last 64 columns belong to nobody."""
+    total = sum(columns_E) + 64
+    scales_NG = torch.randint(0, 0x7F, (n, total // 16), generator=seeded(102), dtype=torch.uint8)
+    starts = wgrad.run_starts(torch.tensor(columns_E))
+    height, width = layout.padded_shape(n, total // 16)
+    tiles = torch.full((height * width,), 0x7F, dtype=torch.uint8)
+    linear, first, out = (ctypes.c_void_p(t.data_ptr()) for t in (scales_NG, starts, tiles))
+    host.swizzle_runs(linear, ctypes.c_int64(n), total // 16, first, len(columns_E), out)
+    for e, columns in enumerate(columns_E):
+        begin, end = (int(starts[i]) * height // 16 for i in (e, e + 1))
+        part = layout.unswizzle(tiles[begin:end], n, columns // 16)
+        assert_same_bytes(part, scales_NG[:, starts[e] // 16 : starts[e + 1] // 16].contiguous())
+    assert bool((tiles[end:] == 0x7F).all()), "nothing is written behind the last run"
 
 
 def test_one_matrix_in_tiles(host):

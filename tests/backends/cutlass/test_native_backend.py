@@ -13,13 +13,15 @@ import pytest
 import torch
 from cases import normal, seeded
 
-from minite.backends.cutlass import expert_rows, ops, selftest
+from minite.backends.cutlass import expert_rows, ops, selftest, wgrad
 from minite.backends.cutlass.backend import NativeBackend
 from minite.backends.cutlass.weights import NativeWeight
 from minite.backends.doctor import check_backend
 from minite.backends.reference import ReferenceBackend
 from minite.errors import UserError
 from minite.formats import FormatError, quantize_operand
+from minite.layers.grouped_matmul import quant_grouped_matmul
+from minite.layers.matmul import LinearSpec
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,6 +87,21 @@ def test_fp4_operands_do_reach_the_native_product(backend, monkeypatch):
     assert isinstance(weight, NativeWeight)
     backend.gemm(backend.quantize_input(normal(4, 32), "nvfp4_row"), weight, torch.bfloat16)
     assert reached == [torch.uint8]
+
+
+def test_gradients_of_experts_in_nvfp4_are_the_references(backend, monkeypatch):
+    """BITWISE: runs of 64 columns of codes, whose float32 sums do not round. dgrad goes the way of every product."""
+    for name in ("swizzle_columns", "wgrad"):
+        monkeypatch.setattr(wgrad, name, getattr(ops_on_cpu, name))
+    rows, spec = torch.tensor([3, 0, 60, 4]), LinearSpec("nvfp4_1d", "nvfp4_row", "nvfp4", "nvfp4")
+    results = []
+    for used in (backend, backend._emulation):
+        torch.manual_seed(0)
+        x, w = normal(67, 64, seed=86).requires_grad_(), normal(4, 32, 64, seed=87).requires_grad_()
+        quant_grouped_matmul(x, w, rows, spec, used).backward(normal(67, 32, seed=88))
+        results.append((x.grad, w.grad))
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected) and bool((got != 0).any())
 
 
 def test_what_is_not_supported_is_said(backend):

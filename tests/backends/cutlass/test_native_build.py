@@ -164,6 +164,8 @@ def test_structs_are_laid_out_as_in_c(tmp_path):
         ("MiniteGemm", library.GemmCall),
         ("MiniteScales", library.ScalesCall),
         ("MiniteQuantize", library.QuantizeCall),
+        ("MinitePermute", library.PermuteCall),
+        ("MiniteCombine", library.CombineCall),
     )
     lines = [f"sizeof({c})" for c, _ in pairs]
     lines += [f"offsetof({c}, {field[0]})" for c, python in pairs for field in python._fields_]

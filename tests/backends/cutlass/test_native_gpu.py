@@ -265,8 +265,8 @@ def test_a_graph_replays_with_other_sizes(architecture):
 def test_operators_keep_the_rules_of_torch(architecture):
     x_MK, offsets = normal(48, 64, seed=60).cuda(), ops.expert_offsets(torch.tensor([40, 8]).cuda())
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.quantize, (x_MK, None, offsets, None, True, 1, False), test_utils=checks)
-    torch.library.opcheck(ops.quantize, (x_MK, ops.amax(x_MK, 1), None, None, False, 16, False), test_utils=checks)
+    torch.library.opcheck(ops.quantize, (x_MK, None, offsets, True, 1, False), test_utils=checks)
+    torch.library.opcheck(ops.quantize, (x_MK, ops.amax(x_MK, 1), None, False, 16, False), test_utils=checks)
     torch.library.opcheck(ops.amax, (x_MK, 3), test_utils=checks)
     a, b = nvfp4.quantize(x_MK.cpu(), (1, 16), "row"), nvfp4.quantize(normal(2, 8, 64, seed=61), (1, 16), "expert")
     first_six = operands(architecture, a, b, torch.tensor([40, 8]))

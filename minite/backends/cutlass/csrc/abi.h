@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define MINITE_ABI 2
+#define MINITE_ABI 3
 #define MINITE_API extern "C" __attribute__((visibility("default")))
 
 // Return codes: 0, a CUDA error (> 0), or one of these.
@@ -17,6 +17,9 @@ enum MiniteStatus {
 
 // d[m, n] = (sum_k a[m, k] b[n, k] * alpha) * (weight_amax[g] * row_amax[m]), rounded once to the type of d.
 // a, b: packed E2M1 with swizzled E4M3 scales (sm_100a, sm_103a) or BF16 codes x block scales, scales null (sm_90a).
+// over_columns (grouped only): groups are runs of columns instead, d[g, m, n] = sum over the columns of group g. Then a is
+// [m, k], b [n, k], d [groups, m, n], and starts are columns: multiples of 64, one run at least 64 long. Group g's scales
+// begin at roundup(m, 128) * starts[g] / 16 (for b, n): its own tiles, as minite_swizzle_columns lays them.
 struct MiniteGemm {
   const void* a;             // [m, k]: all rows, sorted by group
   const void* a_scales;      // group g begins at row scale_starts[g], a multiple of 128
@@ -32,6 +35,7 @@ struct MiniteGemm {
   int64_t workspace_bytes;
   int32_t config, m, n, k, groups, multiprocessors;
   float alpha;
+  int32_t over_columns;
 };
 
 // Where block scales go. tiles null: scales [rows, k / 16] in order. Otherwise swizzled tiles of 128 x 4: without
@@ -94,4 +98,6 @@ MINITE_API int minite_quantize(const MiniteQuantize*);
 MINITE_API int minite_permute(const MinitePermute*);
 MINITE_API int minite_combine(const MiniteCombine*);
 MINITE_API int minite_swizzle(const uint8_t* linear, int64_t rows, int32_t columns, const MiniteScales*, void* stream);
+MINITE_API int minite_swizzle_columns(const uint8_t* linear, int64_t rows, int32_t columns, const int32_t* starts,
+                                      int32_t groups, uint8_t* tiles, void* stream);
 MINITE_API int minite_amax(const void* x, int64_t slices, int64_t elements, float* amax, void* stream);

@@ -1,4 +1,5 @@
-// Grouped GEMM: rows sorted by group, each group its own weight. The sizes stay on the device.
+// Grouped GEMM: rows sorted by group, each group its own weight; or, for the gradient of the weights, columns sorted by
+// group, each group its own result. The sizes stay on the device.
 #include "gemm_types.hpp"
 
 namespace minite {
@@ -44,27 +45,33 @@ struct Metadata {
   }
 };
 
+inline __device__ int64_t whole_tiles(int rows) { return (int64_t(rows) + 127) / 128 * 128; }
+
 template <class G>
 __global__ void write_metadata(Metadata<G> m, MiniteGemm g) {
   constexpr int kBits = cutlass::sizeof_bits<typename Metadata<G>::ElementA>::value;
   const int64_t row_bytes = int64_t(g.k) * kBits / 8;
   for (int i = threadIdx.x; i < g.groups; i += blockDim.x) {
-    const int first = g.starts[i], rows = g.starts[i + 1] - first;
-    m.shape[i] = make_shape(rows, g.n, g.k);
-    m.a[i] = static_cast<const char*>(g.a) + first * row_bytes;
-    m.b[i] = static_cast<const char*>(g.b) + int64_t(i) * g.n * row_bytes;
-    m.d[i] = static_cast<typename G::D*>(g.d) + int64_t(first) * g.n;
-    m.row_amax[i] = g.row_amax + first;
+    const int first = g.starts[i], length = g.starts[i + 1] - first;
+    const int rows = g.over_columns ? g.m : length, columns = g.over_columns ? length : g.k;
+    const int64_t first_byte = int64_t(first) * kBits / 8;
+    m.shape[i] = make_shape(rows, g.n, columns);
+    m.a[i] = static_cast<const char*>(g.a) + (g.over_columns ? first_byte : first * row_bytes);
+    m.b[i] = static_cast<const char*>(g.b) + (g.over_columns ? first_byte : int64_t(i) * g.n * row_bytes);
+    m.d[i] = static_cast<typename G::D*>(g.d) + (g.over_columns ? int64_t(i) * g.m : int64_t(first)) * g.n;
+    m.row_amax[i] = g.row_amax + (g.over_columns ? 0 : first);
     m.stride_a[i] = cutlass::make_cute_packed_stride(typename Metadata<G>::StrideA{}, make_shape(rows, g.k, 1));
     m.stride_b[i] = cutlass::make_cute_packed_stride(typename Metadata<G>::StrideB{}, make_shape(g.n, g.k, 1));
     m.stride_d[i] = cutlass::make_cute_packed_stride(typename Metadata<G>::StrideD{}, make_shape(rows, g.n, 1));
 #if MINITE_ARCHITECTURE >= 100
     using Layouts = typename G::Main::Sm1xxBlkScaledConfig;
-    const int64_t scale_row = (int64_t(g.k) + 63) / 64 * 4, weight_rows = (int64_t(g.n) + 127) / 128 * 128;
-    m.a_scales[i] = static_cast<const char*>(g.a_scales) + g.scale_starts[i] * scale_row;
-    m.b_scales[i] = static_cast<const char*>(g.b_scales) + i * weight_rows * scale_row;
-    m.layout_a_scales[i] = Layouts::tile_atom_to_shape_SFA(make_shape(rows, g.n, g.k, 1));
-    m.layout_b_scales[i] = Layouts::tile_atom_to_shape_SFB(make_shape(rows, g.n, g.k, 1));
+    const int64_t scale_row = (int64_t(g.k) + 63) / 64 * 4, run = first / 16;
+    const int64_t a_byte = g.over_columns ? whole_tiles(g.m) * run : g.scale_starts[i] * scale_row;
+    const int64_t b_byte = whole_tiles(g.n) * (g.over_columns ? run : i * scale_row);
+    m.a_scales[i] = static_cast<const char*>(g.a_scales) + a_byte;
+    m.b_scales[i] = static_cast<const char*>(g.b_scales) + b_byte;
+    m.layout_a_scales[i] = Layouts::tile_atom_to_shape_SFA(make_shape(rows, g.n, columns, 1));
+    m.layout_b_scales[i] = Layouts::tile_atom_to_shape_SFB(make_shape(rows, g.n, columns, 1));
 #endif
   }
 }

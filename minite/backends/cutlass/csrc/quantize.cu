@@ -56,6 +56,16 @@ int minite_swizzle(const uint8_t* linear, int64_t rows, int32_t columns, const M
   return int(cudaPeekAtLastError());
 }
 
+int minite_swizzle_columns(const uint8_t* linear, int64_t rows, int32_t columns, const int32_t* starts, int32_t groups,
+                           uint8_t* tiles, void* stream) {
+  const int64_t items = rows * (columns / 4);
+  if (columns % 4 != 0) return kMiniteNoSuchShape;
+  if (items == 0 || groups == 0) return 0;
+  minite::swizzle_columns<<<minite::blocks_for(items, 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      linear, rows, columns, starts, groups, tiles);
+  return int(cudaPeekAtLastError());
+}
+
 int minite_amax(const void* x, int64_t slices, int64_t elements, float* amax, void* stream) {
   auto on = static_cast<cudaStream_t>(stream);
   if (elements % minite::kBlock != 0) return kMiniteNoSuchShape;

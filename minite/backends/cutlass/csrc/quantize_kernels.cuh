@@ -181,6 +181,28 @@ __global__ void swizzle(const uint8_t* linear, int64_t rows, int columns, Minite
   *reinterpret_cast<uint32_t*>(s.tiles + tile_offset(tile_row(s, r), first, columns4)) = four;
 }
 
+// One thread a row and four columns, of runs of columns that each begin and end at whole tiles. Columns behind the last
+// run belong to none.
+__global__ void swizzle_columns(const uint8_t* linear, int64_t rows, int columns, const int32_t* starts, int groups,
+                                uint8_t* tiles) {
+  const int columns4 = columns / 4;
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= rows * columns4) return;
+  const int64_t r = i / columns4;
+  const int tile = int(i % columns4);
+  if (tile >= starts[groups] / 64) return;
+  int low = 0, high = groups - 1;  // the run that holds the tile: the last that begins at or before it
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (starts[middle] / 64 <= tile) low = middle;
+    else high = middle - 1;
+  }
+  const int first = starts[low] / 64, length = starts[low + 1] / 64 - first;
+  const int64_t base = (rows + 127) / 128 * first * 512;
+  const uint32_t four = *reinterpret_cast<const uint32_t*>(linear + r * columns + 4 * tile);
+  *reinterpret_cast<uint32_t*>(tiles + base + tile_offset(r, 4 * (tile - first), length)) = four;
+}
+
 // blockIdx.y: the slice. Magnitudes are compared as bits, NaN the largest.
 __global__ void amax(const uint16_t* x, int64_t blocks, uint32_t* out) {
   const uint16_t* slice = x + int64_t(blockIdx.y) * blocks * kBlock;
