@@ -46,6 +46,7 @@ setup(
         "reasoning": ["reasoning-gym>=0.1.20"],  # data.kind reasoning_gym; brings matplotlib
         "prometheus": PROMETHEUS,  # driver.prometheus_port
         "wandb": ["wandb>=0.19"],  # driver.wandb
+        "lm-eval": ["lm-eval>=0.4.13"],  # minite eval --tasks lm-eval:NAME
         "cpu": CPU,  # compiles the NVFP4 quantizer of a CPU at first use; without it: the same bytes, slower
         "dev": [
             *CPU,

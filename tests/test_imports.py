@@ -43,12 +43,8 @@ HOMES = {
     "numba": "minite/backends/cpu",
     "matplotlib": "minite/diagnostics",
 }
-LAZY = {
-    "transformers",
-    "prometheus_client",
-    "wandb",
-    "reasoning_gym",
-}  # imported inside a function, where a recipe asks for it
+# imported inside a function, where a recipe or an argument asks for it
+LAZY = {"transformers", "prometheus_client", "wandb", "reasoning_gym", "lm_eval"}
 NEVER = {"slime_plugin", "slime", "tests", "scripts"}
 
 

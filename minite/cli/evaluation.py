@@ -16,7 +16,9 @@ def eval_(args: argparse.Namespace) -> int:
     from minite.evaluation.evaluate import evaluate, table, to_json
 
     configs = [load_recipe(recipe, args.override) for recipe in args.recipe]
-    results = evaluate(args.checkpoint, configs, args.tasks, lambda line: print(line, file=sys.stderr, flush=True))
+    results = evaluate(
+        args.checkpoint, configs, args.tasks, lambda line: print(line, file=sys.stderr, flush=True), args.limit
+    )
     print(json.dumps(to_json(results), indent=1) if args.json else table(results))
     return 0
 
@@ -46,16 +48,16 @@ def add(command: Command) -> None:
         eval_,
         "models/SmolLM2-135M-Instruct --recipe recipes/smollm2_135m_w4a4_grpo.yaml",
         "models/SmolLM2-135M-Instruct --recipe recipes/smollm2_135m_{bf16,w4a16,w4a4}_grpo.yaml --tasks text greedy",
+        "CKPT --recipe BF16.yaml NVFP4.yaml --tasks lm-eval:arc_easy --limit 200",
     )
     added.add_argument("checkpoint", type=Path, metavar="CKPT", help="Hugging Face directory in BF16 or FP32")
     added.add_argument("--recipe", nargs="+", required=True, help="recipes whose precision plans are applied")
     added.add_argument(
-        "--tasks",
-        nargs="+",
-        default=["text"],
-        metavar="TASK",
-        help="text (perplexity), greedy, heldout (the recipe's questions) (default: text)",
-    )
+        "--tasks", nargs="+", default=["text"], metavar="TASK",
+        help="text (perplexity), greedy, heldout (the recipe's questions), lm-eval:NAME or lm-eval:FILE.yaml of "
+        "lm-evaluation-harness (default: text)",
+    )  # fmt: skip
+    added.add_argument("--limit", type=positive, metavar="N", help="first N items of a task of lm-eval (default: all)")
     added.add_argument("--json", action="store_true", help="every value as JSON")
     add_override(added)
     added = command(

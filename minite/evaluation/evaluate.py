@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from minite.config import RunConfig
-from minite.config.build import nearest
-from minite.errors import UserError
 from minite.evaluation.compare import interval, paired_difference
 from minite.evaluation.outcome import Outcome, Tell
 from minite.evaluation.subject import load
-from minite.evaluation.tasks import TASKS
+from minite.evaluation.tasks import find
 
 
 @dataclass(frozen=True)
@@ -38,25 +36,18 @@ class Result:
         return figures
 
 
-def check_tasks(names: Sequence[str]) -> None:
-    """Raises UserError for a task that does not exist."""
-    for name in names:
-        if name not in TASKS:
-            raise UserError(
-                f"--tasks: {name!r} is no task; expected some of {', '.join(TASKS)}; {nearest(name, TASKS)}"
-            )
-
-
-def evaluate(checkpoint: Path, configs: Sequence[RunConfig], tasks: Sequence[str], tell: Tell) -> list[Result]:
-    """Results by recipe, then by task. One model is in memory at a time."""
-    check_tasks(tasks)
+def evaluate(
+    checkpoint: Path, configs: Sequence[RunConfig], names: Sequence[str], tell: Tell, limit: int | None = None
+) -> list[Result]:
+    """Results by recipe, then by task; ``limit`` bounds the items of lm-eval's. One model is in memory at a time."""
+    tasks = find(names, limit)
     results: list[Result] = []
     base: dict[str, Outcome] = {}
     for i, config in enumerate(configs, 1):
         tell(f"{config.name} ({i} of {len(configs)}): loading {checkpoint}")
         subject = load(checkpoint, config)
-        for name in tasks:
-            outcome = TASKS[name](subject, tell)
+        for name, task in tasks.items():
+            outcome = task(subject, tell)
             results.append(Result(name, config.name, subject.engine.plan.digest, outcome, base.get(name)))
             base.setdefault(name, outcome)
     return results

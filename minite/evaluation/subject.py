@@ -26,17 +26,23 @@ class Subject:
     engine: EmbeddedEngine
     tokenizer: Tokenizer
 
+    @property
+    def room(self) -> int:
+        """The longest sequence that the model takes. [tokens]"""
+        return self.config.model.max_seq_len
+
     def logprobs(self, sequences: list[list[int]]) -> Iterator[list[float]]:
         """Of every token but the first of each sequence. [nats]"""
         return (scores_T.tolist() for scores_T in self.engine.logprobs(sequences))
 
     def complete(self, prompts: Sequence[str], max_new_tokens: int) -> list[Completion]:
         """The most likely response to each prompt, in the order of the prompts."""
+        return self.continuations([self.tokenizer.encode_prompt(prompt) for prompt in prompts], max_new_tokens)
+
+    def continuations(self, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> list[Completion]:
+        """The most likely tokens after each sequence, in the order of the sequences."""
         params = SamplingParams(max_new_tokens, temperature=0.0, stop_token_ids=(self.tokenizer.eos_id,))
-        requests = [
-            Request(str(i), tuple(self.tokenizer.encode_prompt(prompt)), params) for i, prompt in enumerate(prompts)
-        ]
-        return self.engine.generate(requests)
+        return self.engine.generate([Request(str(i), tuple(tokens), params) for i, tokens in enumerate(sequences)])
 
     def greedy(self, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
         """The tokens of `complete`, the end of the response left out."""

@@ -90,6 +90,10 @@ class EmbeddedEngine:
 
         At temperature 1; [length - 1] float32 on the CPU, float64 in strict mode. No request and no cache is touched.
         """
+        return (logprob_T for logprob_T, _ in self.scores(sequences))
+
+    def scores(self, sequences: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """``logprobs``, and with them whether a token is the likeliest: [length - 1] bool on the CPU."""
         self._check_weights("score")
         limit = min(PREFILL_TOKENS, SCORE_LOGITS // self.config.model.vocab_size)
         batch: list[list[int]] = []
@@ -100,15 +104,16 @@ class EmbeddedEngine:
                 batch = []
 
     @torch.inference_mode()
-    def _score(self, batch: list[list[int]]) -> list[Tensor]:
+    def _score(self, batch: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
         length_S = self._tensor([len(sequence) for sequence in batch])
         cu_seqlens = torch.nn.functional.pad(length_S.cumsum(0), (1, 0))
         token_T = self._tensor([token for sequence in batch for token in sequence])
         attend = Score(self.cache, cu_seqlens, self.scale, self.model.strict, self.model.fused)
         logits_TV, _ = self.model.forward(token_T, self._positions(length_S), attend, None)
         logprob_T = ops.token_logprob(logits_TV[:-1], token_T[1:], self.model.strict).cpu()
+        likeliest_T = (logits_TV[:-1].argmax(-1) == token_T[1:]).cpu()
         ends = cu_seqlens.tolist()
-        return [logprob_T[start : end - 1] for start, end in zip(ends, ends[1:], strict=False)]
+        return [(logprob_T[a : b - 1], likeliest_T[a : b - 1]) for a, b in zip(ends, ends[1:], strict=False)]
 
     def _check_weights(self, what: str) -> None:
         if self._version is None:
