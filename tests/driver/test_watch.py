@@ -121,18 +121,18 @@ def planted(monkeypatch):
 
 
 def test_a_run_switches_both_sides_and_resumes_under_the_new_plan(ray_cluster, cache, tmp_path, planted):
-    settings = (*SWITCH, STRICT, "driver.eval_every=100", "driver.checkpoint_every=9", "driver.steps=11")
+    settings = (*SWITCH, STRICT, "driver.eval_every=100", "driver.checkpoint_every=9", "driver.steps=10")
     whole = tmp_path / "whole"
     loop.train(config(tmp_path, *settings), whole)
     told = lines(whole)
-    assert [t["monitor/drift"] for t in told[1:]] == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
-    assert [t["monitor/switched"] for t in told[1:]] == [0] * 7 + [1] * 4
+    assert [t["monitor/drift"] for t in told[1:]] == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert [t["monitor/switched"] for t in told[1:]] == [0] * 7 + [1] * 3
     assert all(t["gap/abs_max"] <= 1e-8 for t in told[1:])  # learner and sampler obey the same plan after it too
     assert all(t["router/flip_frac"] == 0 for t in told[1:])
     begun = PrecisionPlan.from_json((whole / "plan.json").read_text())
     now = PrecisionPlan.from_json((whole / "plan.step_00000008.json").read_text())
     assert begun.digest != now.digest and now["model.layers.1.mlp.experts.0.up_proj"].input == "bf16"
-    shutil.rmtree(checkpoint.checkpoint_dir(whole, 11))
+    shutil.rmtree(checkpoint.checkpoint_dir(whole, 10))
     planted[0] = 9
     assert open_subject(whole, (), None, print).plan.digest == now.digest
     loop.resume(whole)

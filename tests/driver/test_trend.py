@@ -11,7 +11,7 @@ import pytest
 from minite.config import load_recipe
 from minite.driver import loop
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "tiny_qwen3_moe_w4a4_strict_grpo.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_qwen3_moe_w4a4_strict_grpo.yaml"
 SMALL = (
     "model={num_layers: 3, hidden_size: 32, moe_intermediate_size: 32, num_experts: 4}",
     "data={max_operand: 9, heldout: 20}",
@@ -27,8 +27,7 @@ RISE = 0.12
 
 
 @pytest.mark.timeout(300)
-def test_reward_rises_in_strict_w4a4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINITE_CACHE_DIR", str(tmp_path / "cache"))
+def test_reward_rises_in_strict_w4a4(ray_cluster: None, cache: Path, tmp_path: Path) -> None:
     loop.train(load_recipe(RECIPE, SMALL), tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     reward = [r["reward/mean"] for r in map(json.loads, lines) if "reward/mean" in r]
