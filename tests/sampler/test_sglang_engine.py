@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from real_sglang import NEEDS_SGLANG, sglang_engine
+from test_sglang_inside import converted
 from tiny_engine import MOE, engine, load, requests, shipment
 
 from minite.backends.recording import Recording
@@ -145,6 +146,27 @@ def test_an_update_given_up_half_way_can_be_begun_again(moe):
         sglang.generate(requests(1))
     assert load(sglang, buckets, version) == version.weight_digest
     assert load(sglang, buckets, version) == version.weight_digest  # a version that arrives twice
+
+
+def test_an_update_that_sglang_refuses_is_told_and_the_next_one_mends_it(moe):
+    """SGLang answers {success: false} to tensors outside of a session; here its session ended behind our back."""
+    cfg, sglang = moe
+    buckets, version = shipment(cfg, 12, step=7)
+    sglang.begin_update(version)
+    sglang.compat.end_update(sglang.sglang)
+    with pytest.raises(SyncError, match="SGLang refused update_weights_from_tensor: .*begin_weight_update"):
+        sglang.load_bucket(buckets[0])
+    with pytest.raises(SyncError, match="did not finish"):
+        sglang.generate(requests(1))
+    assert load(sglang, buckets, version) == version.weight_digest
+
+
+def test_a_converted_checkpoint_is_the_learners_update(moe, tmp_path):
+    cfg, sglang = moe
+    directory, version = converted(cfg, tmp_path, seed=13)
+    assert sglang.update_from_disk(directory) == version.weight_digest
+    asked = requests(4, 13)
+    assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 13).generate(asked)]
 
 
 def test_weights_of_another_plan_are_refused_before_they_are_sent(moe):

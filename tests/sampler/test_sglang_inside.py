@@ -6,10 +6,15 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from plain_model import PADDING, build, send
-from tiny_engine import DENSE, MOE, config, engine, shipment
+from tiny_engine import DENSE, MOE, config, engine, random_weights, shipment
 
+from minite.backends.registry import get_backend
+from minite.models.hf_config import write_hf_config
 from minite.sampler.sglang import proof
-from minite.sampler.sglang.wire import VERSION
+from minite.sampler.sglang.wire import DISK, VERSION
+from minite.sync import disk
+from minite.sync.checkpoint import CheckpointWriter
+from minite.sync.convert import convert
 from minite.sync.errors import SyncError
 from minite.sync.flat import text
 from minite.sync.transport import MANIFEST
@@ -111,6 +116,54 @@ def test_a_version_that_arrives_twice_is_loaded_twice_and_proven():
     send(state, model, opening(version), *buckets)
     judge(state, version)
     assert state.updates == 2
+
+
+def converted(cfg, folder, seed: int = 0):
+    """(a directory of `minite convert` with the weights of ``shipment``, their version)."""
+    with CheckpointWriter(folder / "hf") as writer:
+        for name, tensor in random_weights(cfg, seed).items():
+            writer.add(name, tensor)
+        writer.write_json("config.json", write_hf_config(cfg.model))
+    convert(folder / "hf", folder / "nvfp4", cfg, get_backend("reference", device="cpu", strict=False))
+    return folder / "nvfp4", shipment(cfg, seed)[1]
+
+
+def test_a_converted_checkpoint_is_the_learners_update(tmp_path):
+    cfg = config(MOE, "w4a4")
+    directory, version = converted(cfg, tmp_path)
+    assert disk.announced(directory) == version
+    state, model = build(cfg)
+    send(state, model, opening(version), {DISK: text(str(directory))})
+    judge(state, version)
+
+
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_tensor(tmp_path):
+    cfg = config(MOE, "w4a4")
+    directory, version = converted(cfg, tmp_path)
+    file = next(directory.glob("*-00001*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    state, model = build(cfg)
+    send(state, model, opening(version), {DISK: text(str(directory))})
+    with pytest.raises(SyncError, match="not those announced"):
+        judge(state, version)
+    send(state, model, opening(version), {DISK: text(str(tmp_path))})
+    with pytest.raises(SyncError, match="has no minite_digest"):
+        judge(state, version)
+
+
+def test_fifty_updates_each_proven_in_the_same_memory():
+    cfg = config(DENSE, "w4a4")
+    state, model = build(cfg)
+    seen, places = set(), set()
+    for step in range(50):
+        buckets, version = shipment(cfg, step, step)
+        send(state, model, opening(version), *buckets)
+        judge(state, version)
+        seen.add(version.weight_digest)
+        places.add(tuple(view.data_ptr() for view in state.weights.views.values()))
+    assert len(seen) == 50 and len(places) == 1 and state.updates == 50
 
 
 def test_half_an_update_proves_nothing():

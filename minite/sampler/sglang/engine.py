@@ -8,7 +8,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
-from minite.sampler.sglang.wire import RECORD, VERSION
+from minite.sampler.sglang.wire import DISK, RECORD, VERSION
+from minite.sync import disk
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.flat import flatten, text
@@ -143,9 +144,10 @@ class SglangEngine:
                 f"cannot update weights while {len(self._live)} requests are live; "
                 "abort() them or let generate() return"
             )
-        if self._incoming is not None:  # whoever sent the last update gave up half-way: SGLang's session is still open
-            self.compat.end_update(self.sglang)
-        self._version = self._incoming = None
+        given_up, self._version, self._incoming = self._incoming is not None, None, None
+        if given_up:  # whoever sent the last update gave up half-way: SGLang's session is still open
+            with suppress(SyncError):  # unless SGLang has closed it, which it then says
+                self.compat.end_update(self.sglang)
         if version.plan_digest != self.plan.digest:
             self._refusal = (
                 f"the weights of step {version.step} were made under another precision plan: "
@@ -183,6 +185,12 @@ class SglangEngine:
         self._stats.weight_updates += 1
         self._stats.update_seconds = self._phases(states)
         return version.weight_digest
+
+    def update_from_disk(self, directory: str | Path, step: int = 0) -> str:
+        """A whole update from a directory of `minite convert`, which the schedulers read themselves and verify."""
+        self.begin_update(disk.announced(directory, step))
+        self._send({DISK: text(str(Path(directory).absolute()))})
+        return self.finish_update()
 
     def weight_version(self) -> WeightVersion | None:
         """Version of the weights in use; None when there are none that may be used."""

@@ -25,7 +25,8 @@ from minite.sampler.embedded.weights import Linear
 from minite.sampler.sglang.names import operands
 from minite.sampler.sglang.ranks import Ranks
 from minite.sampler.sglang.shards import ShardedWeights
-from minite.sampler.sglang.wire import RECORD, UNQUANTIZED, VERSION
+from minite.sampler.sglang.wire import DISK, RECORD, UNQUANTIZED, VERSION
+from minite.sync import disk
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.export import Packer
@@ -69,13 +70,16 @@ class Inside:
         """Take one message of an update: the version that opens it, tensors, the manifest that ends it."""
         named = from_wire(unflatten(flat))
         if RECORD in named:
-            self._record(bytes(named[RECORD].cpu().numpy()).decode())
+            self._record(_word(named[RECORD]))
+            return
+        if DISK in named:
+            self._read(_word(named[DISK]))
             return
         last, manifest = named.pop(MANIFEST, None), None
         with self._kept():
             if VERSION in named:
                 unquantized = named.pop(UNQUANTIZED, None) is not None
-                self._begin(model, WeightVersion(**json.loads(bytes(named.pop(VERSION).cpu().numpy()))), unquantized)
+                self._begin(model, WeightVersion(**json.loads(_word(named.pop(VERSION)))), unquantized)
             self._load(named)
             manifest = None if last is None else read_manifest(last)
         if last is not None:
@@ -129,6 +133,15 @@ class Inside:
             for name, tensor in named.items():
                 self.weights.load(self._packer.add(name, tensor.clone()))  # the message ends before the group does
 
+    def _read(self, directory: str) -> None:
+        """All tensors of the update under way, and its end, from a directory of `minite convert`."""
+        manifest = None
+        with self._kept():
+            manifest = disk.manifest(directory)
+            for name, tensor in disk.sent_tensors(directory):
+                self._load({name: tensor})
+        self._finish(manifest)
+
     def _finish(self, manifest: Mapping[str, str] | None) -> None:
         """Verify and prepare, if every rank has come this far: both are collective, so no rank may be missing."""
         with self._kept():
@@ -177,6 +190,10 @@ class Inside:
             "seconds": self.clock.seconds,
             "held_bytes": sum(b.nbytes for linear in self.weights.linears for b in linear.buffers.values()),
         }
+
+
+def _word(tensor: Tensor) -> str:
+    return bytes(tensor.cpu().numpy()).decode()
 
 
 def start(plan_file: str, device: str, ranks: Ranks) -> Inside:
