@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class ProcessDied(Exception):
     """A process of the run went away under it (killed, out of memory), exit code 1: which one, and how to go on."""
+
+
+class DiskError(UserError):
+    """Something could not be written: no room, no rights, a broken disk."""

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision.lm_head_dtype": ("fp32", "bf16"),
     "precision.alignment": ("off", "aligned", "strict"),
     "data.kind": ("arithmetic", "modular", "jsonl", "reasoning_gym"),
+    "data.bad_reward": ("skip", "stop"),
     "learner.device": ("auto", "cpu", "cuda"),
     "sampler.kind": ("embedded", "sglang"),
     "sampler.device": ("auto", "cpu", "cuda"),
@@ -55,13 +56,14 @@ BOUNDS: tuple[_Bound, ...] = (
         lambda x: x >= 0,
         "warm_start.steps learner.lr learner.min_lr learner.warmup_steps learner.weight_decay "
         "sampler.top_k algo.kl_coef algo.entropy_coef algo.max_resample algo.clip_high data.heldout "
-        "driver.eval_temperature model.intermediate_size model.num_experts model.experts_per_token "
+        "driver.eval_temperature driver.retries model.intermediate_size model.num_experts model.experts_per_token "
         "model.moe_intermediate_size monitor.slack seed",
     ),
     (
         "more than 0",
         lambda x: x > 0,
         "model.rope_theta model.rms_norm_eps model.init_std learner.clip_grad warm_start.lr sampler.temperature "
+        "data.reward_timeout driver.timeout "
         "correction.limit_negative correction.limit_positive correction.power correction.segment_risk "
         "monitor.threshold",
     ),
@@ -160,6 +162,9 @@ def check_data(config: RunConfig) -> None:
         raise _fail(config, "warm_start.wrong_frac", "only questions that the recipe makes can be answered wrongly")
     if d.chat_template and d.tokenizer == "chars":
         raise _fail(config, "data.chat_template", "tokenizer chars has none; remove it or set data.tokenizer")
+    parts = d.reward.split(".")
+    if d.reward != "task" and (len(parts) < 2 or not all(part.isidentifier() for part in parts)):
+        raise _fail(config, "data.reward", "expected task, or module.function that Python can import")
     unknown = [op for op in d.operations if op not in ("+", "-", "*")]
     if unknown or not d.operations:
         raise _fail(config, "data.operations", "expected some of + - *")

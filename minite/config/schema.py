@@ -82,6 +82,9 @@ class DataConfig:
     )  # reasoning_gym
     questions: int = 2000  # reasoning_gym only: of each task
     heldout: int = 256  # prompts never trained on
+    reward: str = "task"  # task (its own) | module.function of (response, answer) -> number, in a process of its own
+    reward_timeout: float = 30.0  # of one response [s]; a reward that takes longer is bad and its process is ended
+    bad_reward: str = "skip"  # a group whose reward raised, hung or is not finite: skip (counted, replaced) | stop
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,8 @@ class DriverConfig:
     checkpoints_kept: int = 3
     eval_every: int = 10  # steps; on data.heldout prompts
     eval_temperature: float = 0.0  # 0 = greedy
+    retries: int = 3  # repairs in a row, without a step between, before the run stops; 0 = stop at the first failure
+    timeout: float = 3_600.0  # of one call to a learner or sampler, a whole rollout too [s]; longer is taken for a hang
     # Where the metrics of a step go besides metrics.jsonl, see docs/monitoring.md
     tensorboard: bool = True  # event files in the run directory
     prometheus_port: int | None = None  # http://127.0.0.1:PORT/metrics has the newest step; None = no endpoint

@@ -1,4 +1,4 @@
-"""The processes of a run as Ray actors. A group of learner ranks and a pool of samplers behind plain method calls.
+"""The learner ranks as Ray actors behind plain method calls, and what the failures of actors look like to the driver.
 
 Actors have empty constructors; ``setup`` does the work, so that a user's mistake comes back as the exception it is
 and not as "the actor died".
@@ -6,10 +6,13 @@ and not as "the actor died".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 from torch import Tensor
@@ -18,9 +21,8 @@ from minite.config import PrecisionPlan, RunConfig
 from minite.driver.cluster import Slot
 from minite.driver.ports import free_port
 from minite.errors import ProcessDied, UserError
-from minite.sampler.engine import Completion, EngineStats, Request
 from minite.sync.clock import Clock
-from minite.sync.flat import flatten, unflatten
+from minite.sync.flat import flatten
 from minite.types import RolloutBatch, WeightVersion
 
 Exported = tuple[list[ray.ObjectRef], WeightVersion, dict[str, float]]  # flat buckets, seconds by phase
@@ -40,6 +42,9 @@ class _Learner:
             self.worker.close()
         self.worker = LearnerWorker(config, plan, rank, world, "127.0.0.1", port)
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)
 
@@ -55,41 +60,29 @@ class _Learner:
         return refs, version, self.worker.export_seconds | clock.seconds
 
 
-class _Sampler:
-    """One sampler engine."""
-
-    engine: Any = None
-
-    def setup(self, config: RunConfig, plan: PrecisionPlan, threads: int) -> None:
-        torch.set_num_threads(threads)
-        from minite.sampler import make_engine
-
-        if self.engine is not None:  # its memory must be free before the next one takes as much
-            self.engine.close()
-            self.engine = None
-        self.engine = make_engine(config, plan)
-
-    def update(self, bucket_refs: list[ray.ObjectRef], version: WeightVersion) -> dict[str, float]:
-        """Seconds by phase."""
-        clock = Clock()
-        self.engine.begin_update(version)
-        for flat in clock.during("fetch", map(ray.get, bucket_refs)):
-            self.engine.load_bucket(unflatten(flat))
-        self.engine.finish_update()
-        return clock.seconds | self.engine.stats().update_seconds
-
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        return self.engine.generate(requests)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
+class Lost(ProcessDied):
+    """Shared data cannot be stored, or went with the process that owned it: nothing that one new actor would mend."""
 
 
-def _get(refs: list[ray.ObjectRef], kind: str) -> list[Any]:
-    """Results of a call on several actors of one ``kind``. Raises what best explains a failure: a UserError raised
-    in any of them, ProcessDied, else the first exception with the actor's traceback."""
+_LOST = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError, ray.exceptions.ObjectLostError)
+
+
+@contextlib.contextmanager
+def sharing(what: str) -> Iterator[None]:
+    """Around calls that put data into Ray's object store. Raises Lost when it does not take ``what``."""
     try:
-        return ray.get(refs)
+        yield
+    except _LOST as error:
+        raise Lost(f"{what} cannot be shared ({type(error).__name__})") from None
+
+
+def answers(refs: list[ray.ObjectRef], kind: str, timeout: float) -> list[Any]:
+    """Results of a call on several actors of one ``kind``. Raises what best explains a failure: a UserError raised
+    in any of them, ProcessDied (also after ``timeout`` [s]), else the first exception with the actor's traceback."""
+    try:
+        return ray.get(refs, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise ProcessDied(f"a {kind} process did not answer within {timeout:g} s (driver.timeout)") from None
     except ray.exceptions.RayError as error:
         raise _explain(error, refs, kind) from None
 
@@ -104,8 +97,12 @@ def _explain(first: ray.exceptions.RayError, refs: list[ray.ObjectRef], kind: st
             except ray.exceptions.RayError as error:
                 errors.append(error)
     for error in errors:
-        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UserError):
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UserError | ProcessDied):
             return error.cause
+    for error in errors:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        if isinstance(cause, _LOST):
+            return Lost(f"a {kind} process could not share its data ({type(cause).__name__})")
     if any(isinstance(error, ray.exceptions.RayActorError) for error in errors):
         return ProcessDied(f"a {kind} process died: it was killed, ran out of memory or crashed")
     return first
@@ -117,19 +114,27 @@ class LearnerGroup:
     def __init__(self, config: RunConfig, slot: Slot) -> None:
         actor = ray.remote(num_cpus=slot.cpus, num_gpus=slot.learner_gpus)(_Learner)
         self._ranks = [actor.remote() for _ in range(config.learner.world_size)]
-        self._threads = slot.threads
+        self._threads, self._timeout = slot.threads, config.driver.timeout
+        self._processes: list[psutil.Process] = []
 
     def setup(self, config: RunConfig, plan: PrecisionPlan) -> None:
         """Become the learner of a recipe, with fresh weights. A second recipe, of the same layout, replaces the first:
         the processes and their imports stay."""
         world, port = len(self._ranks), free_port()
+        pids = answers([a.pid.remote() for a in self._ranks], "learner", self._timeout)
+        self._processes = [psutil.Process(pid) for pid in pids]
         self._all(lambda rank, a: a.setup.remote(config, plan, rank, world, port, self._threads))
 
+    def kill(self) -> None:
+        """End all ranks at once, also those that hang."""
+        end(self._ranks, self._processes)
+
     def _all(self, call: Callable[[int, Any], ray.ObjectRef]) -> Any:
-        return _get([call(rank, a) for rank, a in enumerate(self._ranks)], "learner")[0]
+        return answers([call(rank, a) for rank, a in enumerate(self._ranks)], "learner", self._timeout)[0]
 
     def _call(self, method: str, *args: Any) -> Any:
-        shared = [ray.put(a) if isinstance(a, RolloutBatch) else a for a in args]
+        with sharing("the batch"):
+            shared = [ray.put(a) if isinstance(a, RolloutBatch) else a for a in args]
         return self._all(lambda _, a: a.call.remote(method, *shared))
 
     def load_hf(self, path: Path) -> None:
@@ -168,33 +173,10 @@ class LearnerGroup:
         self._call("load", str(directory))
 
 
-class SamplerPool:
-    """All samplers. Requests are dealt out by prompt so that a group stays on one engine."""
-
-    def __init__(self, config: RunConfig, plan: PrecisionPlan, slot: Slot) -> None:
-        actor = ray.remote(num_cpus=slot.cpus, num_gpus=slot.sampler_gpus)(_Sampler)
-        self._engines = [actor.remote() for _ in range(config.sampler.count)]
-        self._config, self._threads = config, slot.threads
-        self.use_plan(plan)
-
-    def use_plan(self, plan: PrecisionPlan) -> None:
-        """New engines of this plan in the same processes. They have no weights before the next update."""
-        _get([e.setup.remote(self._config, plan, self._threads) for e in self._engines], "sampler")
-
-    def update(self, buckets: list[ray.ObjectRef], version: WeightVersion) -> dict[str, float]:
-        """Load one weight version everywhere; raises SyncError naming what differs. Seconds by phase: the slowest's."""
-        told = _get([e.update.remote(buckets, version) for e in self._engines], "sampler")
-        return {phase: max(seconds[phase] for seconds in told) for phase in told[0]}
-
-    def submit(self, groups: Sequence[list[Request]]) -> list[ray.ObjectRef]:
-        """Start sampling groups of requests; `collect` waits for them."""
-        count = len(self._engines)
-        shares = [[r for group in groups[i::count] for r in group] for i in range(count)]
-        return [e.generate.remote(share) for e, share in zip(self._engines, shares, strict=True) if share]
-
-    def collect(self, refs: list[ray.ObjectRef]) -> list[Completion]:
-        """Completions ordered by request id, whatever engine made them."""
-        return sorted((c for part in _get(refs, "sampler") for c in part), key=lambda c: c.request_id)
-
-    def stats(self) -> list[EngineStats]:
-        return _get([e.stats.remote() for e in self._engines], "sampler")
+def end(actors: Sequence[Any], processes: Sequence[psutil.Process]) -> None:
+    """Kill actors, and their processes too: one that hangs does not hear Ray."""
+    for actor in actors:
+        ray.kill(actor)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil knows a number that came round again
+            process.kill()

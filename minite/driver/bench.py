@@ -19,6 +19,7 @@ from minite.config.schema import PrecisionConfig
 from minite.driver.actors import LearnerGroup
 from minite.driver.cluster import cluster
 from minite.driver.loop import Job, Run
+from minite.driver.samplers import SamplerPool
 
 PHASES = ("rollout", "logprob", "train", "sync", "step")
 _NEVER = 1 << 30  # steps
@@ -95,6 +96,7 @@ def _bare(config: RunConfig) -> RunConfig:
 
 def _start(config: RunConfig, run_dir: Path) -> tuple[Run, _Last]:
     job, last = Job(config, resolve_plan(config), run_dir), _Last()
-    run = Run(job, LearnerGroup(config, job.slot), last)
+    learners = LearnerGroup(config, job.slot)
+    run = Run(job, learners, SamplerPool(config, job.slot, job.recovery, learners.export), last)
     run.begin()
     return run, last

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minite.driver.data import Example, Prompt
+from minite.driver.reward import BadReward
 from minite.driver.tokenizer import Tokenizer
 from minite.sampler.engine import Completion
 from minite.types import RolloutBatch
@@ -55,12 +56,17 @@ class RolloutBuffer:
         self._ready: dict[int, Group] = {}
         self._flat: dict[int, Group] = {}
         self._last_id = -1
+        self._bad = 0  # groups without rewards since the last take
         self._issued = self._trained = self._dropped = 0
 
     @property
     def ready(self) -> int:
         """Groups with a signal that wait for the learner."""
         return len(self._ready)
+
+    def missing(self, count: int) -> int:
+        """Groups, with or without a signal, that a take of ``count`` lacks."""
+        return max(count - len(self._ready) - len(self._flat), 0)
 
     def issue(self, prompts: Sequence[Prompt]) -> None:
         """Note prompts as handed to a sampler. Ids grow over a run, which is what makes a second issue visible."""
@@ -73,8 +79,9 @@ class RolloutBuffer:
 
     def add(
         self, completions: Sequence[Completion], reward_of: Callable[[Prompt, Completion], float], weight_step: int
-    ) -> list[Group]:
-        """Check, group and score completions of issued prompts; whole groups only. Returns the groups added.
+    ) -> list[tuple[Prompt, BadReward]]:
+        """Check, group and score completions of issued prompts; whole groups only. A group of which ``reward_of``
+        raised BadReward is counted as dropped; returned with what was wrong.
 
         weight_step: WeightVersion.step that the samplers were told to use.
         """
@@ -86,17 +93,23 @@ class RolloutBuffer:
             if sample in samples:
                 raise RolloutError(f"request {completion.request_id} came back twice")
             samples[sample] = completion
-        groups = []
+        groups, bad = [], []
         for prompt_id, samples in sorted(by_prompt.items()):
             if sorted(samples) != list(range(self._group_size)):
                 raise RolloutError(f"prompt {prompt_id} has samples {sorted(samples)}, expected {self._group_size}")
             prompt = self._pending[prompt_id]
             ordered = tuple(samples[i] for i in range(self._group_size))
-            groups.append(Group(prompt, ordered, tuple(reward_of(prompt, c) for c in ordered)))
+            try:
+                groups.append(Group(prompt, ordered, tuple(reward_of(prompt, c) for c in ordered)))
+            except BadReward as error:
+                bad.append((prompt, error))
         for group in groups:  # only now, so that an error above changes nothing
             del self._pending[group.prompt.id]
             (self._flat if self._drop_flat and group.flat else self._ready)[group.prompt.id] = group
-        return groups
+        for prompt, _ in bad:
+            del self._pending[prompt.id]
+        self._bad += len(bad)
+        return bad
 
     def _check(self, completion: Completion, prompt_id: int, weight_step: int) -> None:
         name = f"request {completion.request_id}"
@@ -133,8 +146,11 @@ class RolloutBuffer:
             "rollout/filled_frac": len(filling) / max(len(groups), 1),
             "reward/mean": sum(rewards) / max(len(rewards), 1),
         }
+        if self._bad:
+            metrics["reward/failed_groups"] = float(self._bad)
         self._trained += len(groups)
-        self._dropped += len(sampled) - len(groups)
+        self._dropped += len(sampled) - len(groups) + self._bad
+        self._bad = 0
         self._ready.clear()
         self._flat.clear()
         return groups, metrics

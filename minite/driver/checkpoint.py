@@ -22,7 +22,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minite.errors import UserError
+from minite.errors import DiskError, UserError
 from minite.sync.tensor_file import save_tensors
 
 FOLDER = "checkpoints"
@@ -37,7 +37,7 @@ def write_checkpoint(run_dir: Path, step: int, save_fn: Callable[[Path], None], 
 
     save_fn: writes the large parts into the empty folder it is given. state: nested dicts and lists of JSON values and
     tensors. Until the last rename the folder has another name, so a process killed at any time leaves no half
-    checkpoint. A failure removes what was written, leaves older checkpoints alone, and is a UserError when the disk
+    checkpoint. A failure removes what was written, leaves older checkpoints alone, and is a DiskError when the disk
     was the cause.
     """
     final = checkpoint_dir(run_dir, step)
@@ -54,8 +54,8 @@ def write_checkpoint(run_dir: Path, step: int, save_fn: Callable[[Path], None], 
         _sync(final.parent)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(
+        if isinstance(error, OSError | DiskError):
+            raise DiskError(
                 f"checkpoint of step {step} in {final.parent}: {error}; earlier checkpoints are intact: make room or "
                 "rights there, then go on with minite resume"
             ) from error
@@ -72,6 +72,21 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
             return folder, damaged
         damaged.append(f"{folder}: {reason}; skipped")
     return None, damaged
+
+
+def choose(run_dir: Path, note: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from; None when there is none yet. Raises UserError when all are damaged."""
+    folder, damaged = newest_valid(run_dir)
+    for line in damaged:
+        note(f"damaged checkpoint {line}")
+    if folder is None and damaged:
+        raise UserError(f"{run_dir}: every checkpoint is damaged; start a new run, or put one back from a copy")
+    return folder
+
+
+def shown(folder: Path | None) -> str:
+    """What `choose` gave, in words."""
+    return folder.name if folder else "the start: there is no checkpoint yet"
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

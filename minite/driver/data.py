@@ -1,4 +1,4 @@
-"""Prompts and rewards: tasks that make or read examples, the split by hash, and the endless stream of prompts.
+"""Prompts: tasks that make or read examples, the split by hash, and the endless stream of prompts.
 
 A new task is one function and one row of TASKS.
 """

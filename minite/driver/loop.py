@@ -5,6 +5,7 @@ What can be wrong with a recipe is looked for before anything is written and bef
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,25 +14,20 @@ from typing import Any
 
 import torch
 
-from minite.backends.device import use_cuda
-from minite.backends.registry import get_backend
 from minite.config import PrecisionPlan, RunConfig, resolve_plan
-from minite.config.plan_switch import with_bf16_inputs
 from minite.diagnostics.gap import gap_metrics, gap_summary
 from minite.driver import checkpoint, rundir, warm_start
-from minite.driver.actors import LearnerGroup, SamplerPool
-from minite.driver.cluster import cluster, find_slot
-from minite.driver.data import load_task
-from minite.driver.exporters import check_exporters, exporters
+from minite.driver.actors import LearnerGroup
+from minite.driver.cluster import cluster
+from minite.driver.exporters import exporters
+from minite.driver.job import Job
 from minite.driver.metrics import MetricsWriter, Recorder
-from minite.driver.progress import ProgressView
 from minite.driver.rollout import Rollouts
-from minite.driver.tokenizer import make_tokenizer
+from minite.driver.samplers import SamplerPool
 from minite.driver.watch import Watch
-from minite.errors import UserError
+from minite.errors import DiskError, ProcessDied, UserError
 from minite.losses.correction import CorrectionOutput, correct
 from minite.losses.triage_state import TriageState
-from minite.sampler import check_engine
 from minite.types import RolloutBatch
 
 
@@ -51,88 +47,75 @@ def resume(run_dir: Path, overrides: Sequence[str] = ()) -> None:
     """Go on from the newest valid checkpoint of a run directory, or from its start when there is none yet."""
     job = Job(*rundir.load(run_dir, overrides), run_dir)
     with rundir.locked(run_dir):
-        folder, damaged = checkpoint.newest_valid(run_dir)
-        for line in damaged:
-            print(f"damaged checkpoint {line}")
-        if folder is None and damaged:
-            raise UserError(f"{run_dir}: every checkpoint is damaged; start a new run, or put one back from a copy")
+        folder = checkpoint.choose(run_dir, print)
         done, steps = checkpoint.step_of(folder) if folder else 0, job.config.driver.steps
         if done >= steps:
             raise UserError(f"{run_dir} is finished ({done} of {steps} steps): raise it with -o driver.steps=N")
-        print(f"resuming from {folder.name if folder else 'the start: there is no checkpoint yet'}")
+        print(f"resuming from {checkpoint.shown(folder)}")
         rundir.keep(run_dir, job.config)
         _go(job, folder)
 
 
-class Job:
-    """What a run needs that is known before it starts. Raises UserError for everything that can be seen by then."""
-
-    def __init__(self, config: RunConfig, plan: PrecisionPlan, run_dir: Path) -> None:
-        self.config, self.plan, self.run_dir = config, plan, run_dir
-        self.slot = find_slot(config)
-        self.tokenizer = make_tokenizer(config)
-        self.task = load_task(config, self.tokenizer)
-        check_engine(config)
-        check_exporters(config)
-        with_bf16_inputs(config, plan, config.monitor.switch)  # its patterns fit, also if no drift ever comes
-        self.backend = _one_backend(config, plan)
-        self.view = ProgressView(config.name, config.driver.steps)
-        if len(self.task.heldout) > len(self.task.train):
-            self.view.note(
-                f"data.heldout: {len(self.task.heldout)} questions are held out, only {len(self.task.train)} trained on"
-            )
-
-
-def _one_backend(config: RunConfig, plan: PrecisionPlan) -> str:
-    """What learner and sampler compute with, in words. UserError for two backends where their numbers must agree."""
-    words = []
-    for role, device in (("learner", config.learner.device), ("sampler", config.sampler.device)):
-        where = "cuda" if use_cuda(device) else "cpu"
-        backend = get_backend(plan.backend, device=where, strict=plan.alignment == "strict")
-        words.append(f"{backend.name} ({backend.kind}) on {where}")
-        if words[0] != words[-1] and plan.alignment != "off":
-            raise UserError(
-                f"precision.alignment is {plan.alignment}, but the learner would compute with {words[0]} and the "
-                f"{role} with {words[-1]}: give both one device, or set alignment: off"
-            )
-    return words[0] if words[0] == words[1] else f"{words[0]} in the learner, {words[1]} in the sampler"
-
-
 def _go(job: Job, folder: Path | None) -> None:
-    """Everything between opening a run and closing it; ``folder``: the checkpoint to go on from."""
-    config, run_dir, view = job.config, job.run_dir, job.view
-    after_step = checkpoint.step_of(folder) if folder else -1
-    with (
-        exporters(config, run_dir, after_step) as opened,
-        MetricsWriter(run_dir, view, opened, after_step=after_step) as metrics,
-        cluster(config),
-    ):
+    """Everything between opening a run and closing it; ``folder``: the checkpoint to go on from.
+
+    When a learner rank dies or hangs, all processes are made anew and the run goes back to its newest checkpoint.
+    """
+    run_dir, view = job.run_dir, job.view
+    with contextlib.closing(job.scorer), contextlib.closing(view), cluster(job.config):
         view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")
         view.note(f"plan {job.plan.digest[:12]}, {job.plan.alignment}; GEMMs: {job.backend}; starting the learner")
-        learners = LearnerGroup(config, job.slot)
-        warm_start.prepare(config, run_dir, learners, job.tokenizer, job.task.train, view.note)
-        run = Run(job, learners, metrics)
-        run.restore(folder) if folder else run.begin()
-        run.loop()
+        failed = 0.0  # when the last failure was seen
+        while not _attempt(job, folder, failed):
+            failed, folder = time.perf_counter(), checkpoint.choose(run_dir, view.note)
+            view.note(f"going on from {checkpoint.shown(folder)}")
         view.note(f"done; see it with: minite report {run_dir}")
+
+
+def _attempt(job: Job, folder: Path | None, failed: float) -> bool:
+    """A run up to its end, True, or to the death of a process that only a new start repairs, False."""
+    after_step = checkpoint.step_of(folder) if folder else -1
+    learners = LearnerGroup(job.config, job.slot)
+    samplers = SamplerPool(job.config, job.slot, job.recovery, learners.export)
+    with (
+        exporters(job.config, job.run_dir, after_step) as opened,
+        MetricsWriter(job.run_dir, job.view, opened, after_step=after_step) as metrics,
+    ):
+        try:
+            warm_start.prepare(job.config, job.run_dir, learners, job.tokenizer, job.task.train, job.view.note)
+            run = Run(job, learners, samplers, metrics)
+            run.restore(folder) if folder else run.begin()
+            if failed:
+                job.recovery.count("recovery/restarts")
+                job.recovery.count("recovery/seconds", time.perf_counter() - failed)
+            run.loop()
+        except ProcessDied as error:
+            learners.kill()
+            samplers.kill()
+            job.recovery.spend(error, "all processes are started again")
+            return False
+    return True
 
 
 class Run:
     """A run in progress. All its state is in `_state` and in the learner's checkpoint."""
 
-    def __init__(self, job: Job, learners: LearnerGroup, metrics: Recorder) -> None:
+    def __init__(self, job: Job, learners: LearnerGroup, samplers: SamplerPool, metrics: Recorder) -> None:
         self.config, self.plan, self.run_dir, self.view = job.config, job.plan, job.run_dir, job.view
-        self.metrics = metrics
-        self.learners = learners
+        self.metrics, self.learners, self.samplers = metrics, learners, samplers
         self.learners.setup(job.config, job.plan)
         start = self.run_dir / rundir.START
         if start.is_dir():
             self.learners.load_hf(start)
-        self.samplers = SamplerPool(job.config, job.plan, job.slot)
-        self.rollouts = Rollouts(job.config, job.plan.digest, self.samplers, job.tokenizer, job.task)
+        self.recovery = job.recovery
+        self.samplers.use_plan(job.plan)
+        self.rollouts = Rollouts(
+            job.config, job.plan.digest, self.samplers, job.tokenizer, job.task, job.scorer, job.view.note
+        )
         self.triage = TriageState()
         self.watch = Watch(job.config, job.plan, job.run_dir, job.view.note)
         self.step = 0
+        self.unsaved = 0  # checkpoints in a row that could not be written when they were due
         self.values: dict[str, float] = {}  # metrics of the step in progress
 
     def begin(self) -> None:
@@ -170,9 +153,10 @@ class Run:
                 self._evaluate()
         self.values["time/step"] = time.perf_counter() - started
         self._write_metrics()  # before the checkpoint: a kill between the two must not lose the line
-        if self._due(self.config.driver.checkpoint_every):
+        if self._due(self.config.driver.checkpoint_every) or self.unsaved:
             with self._timed("checkpoint"):  # counted in the next step's line
                 self._save()
+        self.recovery.step_done(self.step)
 
     def _correct(self, batch: RolloutBatch, entropy_T: torch.Tensor) -> CorrectionOutput:
         """Measure the gap and weigh each token by it."""
@@ -252,8 +236,22 @@ class Run:
 
     def _save(self) -> None:
         self.rollouts.settle()
-        checkpoint.write_checkpoint(self.run_dir, self.step, self.learners.save, self._state())
+        try:
+            checkpoint.write_checkpoint(self.run_dir, self.step, self.learners.save, self._state())
+        except DiskError as error:
+            self._not_saved(error)
+            return
+        self.unsaved = 0
         checkpoint.prune(self.run_dir, self.config.driver.checkpoints_kept)
+
+    def _not_saved(self, error: DiskError) -> None:
+        """A disk that is full now may have room soon: training goes on, and every further step tries again. Raises
+        ``error`` when that has lasted for more than driver.retries due checkpoints, and at the end of the run."""
+        self.recovery.count("recovery/checkpoints_failed")
+        self.unsaved += bool(self._due(self.config.driver.checkpoint_every))
+        if self.unsaved > self.config.driver.retries or self.step == self.config.driver.steps:
+            raise error
+        self.view.note(f"{error}; training goes on, the next step tries again")
 
     def _state(self) -> dict[str, Any]:
         assert self.rollouts.version is not None
@@ -295,5 +293,5 @@ class Run:
         self.values[f"time/{phase}"] = time.perf_counter() - start
 
     def _write_metrics(self) -> None:
-        self.metrics.write(self.step, self.values)
+        self.metrics.write(self.step, self.values | self.recovery.take_metrics())
         self.values = {}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from minite.errors import UserError
+from minite.errors import DiskError, UserError
 
 if TYPE_CHECKING:
     from minite.driver.exporters import Exporter
@@ -47,9 +47,14 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step. A value that is not finite is null in the file, as JSON has no word for it."""
         record = {"step": step, **{key: _json_number(value) for key, value in sorted(metrics.items())}}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise DiskError(
+                f"{self._file.name}: {error}; make room or rights there, then go on with minite resume"
+            ) from None
         for exporter in self._exporters:
             exporter.write(step, metrics)
         self._view.update(step, metrics)

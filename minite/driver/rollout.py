@@ -4,17 +4,18 @@ sampled while the learner trains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-import ray
-
 from minite.config import RunConfig
-from minite.driver.actors import SamplerPool
 from minite.driver.buffer import RolloutBuffer, pack, request_id
-from minite.driver.data import Example, Prompt, PromptStream, Task, score
+from minite.driver.data import Example, Prompt, PromptStream, Task
+from minite.driver.reward import BadReward, Scorer
+from minite.driver.samplers import SamplerPool, Share
 from minite.driver.tokenizer import Tokenizer
+from minite.errors import UserError
 from minite.losses.advantage import group_advantage
 from minite.sampler.engine import Completion, Request, SamplingParams
 from minite.types import RolloutBatch, WeightVersion
@@ -39,14 +40,21 @@ class Rollouts:
     """The stream of rollouts of a run. ``version`` must be set, by whoever syncs, before the first one."""
 
     def __init__(
-        self, config: RunConfig, plan_digest: str, samplers: SamplerPool, tokenizer: Tokenizer, task: Task
+        self,
+        config: RunConfig,
+        plan_digest: str,
+        samplers: SamplerPool,
+        tokenizer: Tokenizer,
+        task: Task,
+        scorer: Scorer,
+        note: Callable[[str], None],
     ) -> None:
         self._config, self._samplers, self._tokenizer = config, samplers, tokenizer
         self._plan_digest = plan_digest
-        self._heldout = task.heldout
+        self._heldout, self._reward, self._note = task.heldout, scorer, note
         self._stream = PromptStream(task.train, tokenizer, config.seed)
         self._buffer = RolloutBuffer(config.algo.group_size, config.algo.drop_flat_groups, plan_digest)
-        self._draft: _Draft | None = None  # being sampled
+        self._draft: list[Share] | None = None  # being sampled
         self._settled: Rollout | None = None  # sampled before its turn, for a checkpoint
         self.version: WeightVersion | None = None
 
@@ -73,17 +81,24 @@ class Rollouts:
             seeded = replace(params, seed=_seed(self._config.seed, "heldout", i, 0))
             groups.append([Request(f"heldout.{i:06d}", tokens, seeded)])
         completions = self._samplers.collect(self._samplers.submit(groups))
-        scores = [self._score(e, c) for e, c in zip(self._heldout, completions, strict=True)]
-        return {"accuracy/heldout": sum(scores) / len(scores)}
+        scores, bad = [], 0
+        for example, completion in zip(self._heldout, completions, strict=True):
+            try:
+                scores.append(self._score(example, completion))
+            except BadReward as error:
+                self._bad_reward(example, error)
+                bad += 1
+        measured = {"accuracy/heldout": sum(scores) / len(scores)} if scores else {}
+        return measured | ({"reward/failed_heldout": float(bad)} if bad else {})
 
-    def _start(self, count: int) -> _Draft:
-        assert self.version is not None, "sync before the first rollout"
+    def _start(self, count: int) -> list[Share]:
         prompts = self._stream.take(count)
         self._buffer.issue(prompts)
-        return _Draft(self._samplers.submit([self._requests(p) for p in prompts]), self.version.step)
+        return self._samplers.submit([self._requests(p) for p in prompts])
 
-    def _finish(self, draft: _Draft) -> Rollout:
-        """Wait for a draft; replace groups without a signal by new prompts, ``max_resample`` times at most."""
+    def _finish(self, draft: list[Share]) -> Rollout:
+        """Wait for a draft; replace groups without a signal by new prompts, ``max_resample`` times at most. Groups
+        without rewards are replaced too, ``driver.retries`` times."""
         algo = self._config.algo
         self._collect(draft)
         for _ in range(algo.max_resample if algo.drop_flat_groups else 0):
@@ -91,6 +106,16 @@ class Rollouts:
             if missing == 0:
                 break
             self._collect(self._start(missing))
+        for _ in range(self._config.driver.retries):
+            if self._buffer.missing(algo.prompts_per_step) == 0:
+                break
+            self._collect(self._start(self._buffer.missing(algo.prompts_per_step)))
+        if missing := self._buffer.missing(algo.prompts_per_step):
+            raise UserError(
+                f"data.reward: {self._config.data.reward} has failed for so many responses that {missing} of "
+                f"{algo.prompts_per_step} groups are missing after {self._config.driver.retries} further rounds; "
+                "mend it, then resume"
+            )
         groups, metrics = self._buffer.take(algo.prompts_per_step)
         batch = pack(groups, self._plan_digest)
         batch.advantage_S = group_advantage(batch.reward_S, batch.group_S, algo.normalize_std)
@@ -99,15 +124,25 @@ class Rollouts:
         metrics["response/cut_frac"] = sum(c.finish_reason == "length" for c in responses) / len(responses)
         return Rollout(batch, metrics)
 
-    def _collect(self, draft: _Draft) -> None:
-        completions = self._samplers.collect(draft.refs)
-        self._buffer.add(completions, lambda p, c: self._score(p.example, c), draft.weight_step)
+    def _collect(self, draft: list[Share]) -> None:
+        for share in draft:
+            completions = self._samplers.collect([share])
+            bad = self._buffer.add(completions, lambda p, c: self._score(p.example, c), share.weight_step)
+            for group, error in bad:
+                self._bad_reward(group.example, error)
+
+    def _bad_reward(self, example: Example, error: BadReward) -> None:
+        data = self._config.data
+        line = f"data.reward: {data.reward} failed for the prompt {example.prompt[:40]!r}: {error}"
+        if data.bad_reward == "stop":
+            raise UserError(f"{line}; stopped as data.bad_reward says")
+        self._note(f"{line}; its group is left out")
 
     def _score(self, example: Example, completion: Completion) -> float:
         """A response that never ended is wrong, whatever it starts with."""
         if completion.finish_reason != "stop":
             return 0.0
-        return score(example, self._tokenizer.decode(completion.tokens))
+        return self._reward(example, self._tokenizer.decode(completion.tokens))
 
     def _requests(self, prompt: Prompt) -> list[Request]:
         params, seed = self._sampling(), self._config.seed
@@ -132,12 +167,6 @@ class Rollouts:
         self._stream.load_state_dict(state["stream"])
         self._buffer.load_state_dict(state["buffer"])
         self._settled = Rollout.from_state(state["settled"]) if state["settled"] else None
-
-
-@dataclass
-class _Draft:
-    refs: list[ray.ObjectRef]
-    weight_step: int
 
 
 def _seed(run_seed: int, purpose: str, prompt: int, sample: int) -> int:

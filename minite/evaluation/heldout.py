@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from minite.driver.data import load_task, score
+from contextlib import closing
+
+from minite.driver.data import load_task
+from minite.driver.reward import BadReward, Scorer
 from minite.errors import UserError
 from minite.evaluation.outcome import Outcome, Tell
 from minite.evaluation.subject import Subject
@@ -19,10 +22,14 @@ def heldout(subject: Subject, tell: Tell) -> Outcome:
     tell(f"heldout: {len(examples)} questions, up to {most} tokens each")
     answers = subject.complete([example.prompt for example in examples], most)
     texts = [subject.tokenizer.decode(answer.tokens) for answer in answers]
-    values = tuple(
-        score(example, text) if answer.finish_reason == "stop" else 0.0
-        for example, answer, text in zip(examples, answers, texts, strict=True)
-    )
+    try:
+        with closing(Scorer(data)) as score:
+            values = tuple(
+                score(example, text) if answer.finish_reason == "stop" else 0.0
+                for example, answer, text in zip(examples, answers, texts, strict=True)
+            )
+    except BadReward as error:
+        raise UserError(f"data.reward: {data.reward} failed: {error}") from None
     what = ", ".join(data.tasks) if data.tasks else data.kind
     about = f"{len(examples)} held-out questions of {what}, greedy, at most {most} tokens"
     return Outcome(

@@ -16,8 +16,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
-from minite.errors import UserError
+from minite.errors import DiskError, ProcessDied, UserError
 from minite.learner import optimizer
 
 if TYPE_CHECKING:
@@ -41,12 +42,25 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
 
 
 def save(policy: Policy, directory: Path) -> None:
-    """Write a checkpoint; collective. The directory is made; it must be empty or absent."""
+    """Write a checkpoint; collective. The directory is made; it must be empty or absent.
+
+    Raises DiskError when it cannot be written and all ranks know; ProcessDied when the others wait for one that could
+    not, from which only a new start leads on.
+    """
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     strategy = _SaveInProcess("torch_dist", 1)
-    dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
+    try:
+        dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
+    except CheckpointException as error:  # torch tells every rank what the first that failed says
+        first = next((wrapped[0] for wrapped in error.failures.values()), error)
+        raise DiskError(f"checkpoint {directory}: {type(first).__name__}: {first}") from None
+    except (OSError, RuntimeError) as error:  # megatron's files of rank 0; torch.save calls a full disk a RuntimeError
+        told = f"checkpoint {directory}: {type(error).__name__}: {error}"
+        if dist.get_world_size() > 1:
+            raise ProcessDied(f"{told}; the other ranks wait for this one") from None
+        raise DiskError(told) from None
 
 
 def load(policy: Policy, directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,13 @@ def start(run_config: RunConfig, rank: int, world_size: int, address: str, port:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=2 * run_config.driver.timeout),  # the driver finds a rank that hangs, and says so
+    )
     parallel_state.initialize_model_parallel(
         layout.tensor_parallel,
         expert_model_parallel_size=layout.expert_parallel,

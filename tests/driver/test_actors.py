@@ -15,6 +15,7 @@ from minite.driver import actors, checkpoint, rundir, warm_start
 from minite.driver.actors import LearnerGroup
 from minite.driver.loop import Job, Run
 from minite.driver.metrics import MetricsWriter
+from minite.driver.samplers import SamplerPool
 from minite.errors import ProcessDied, UserError
 from minite.sync.errors import SyncError
 from minite.sync.flat import flatten, unflatten
@@ -42,7 +43,7 @@ def learners(ray_cluster, cache, job):
 @pytest.fixture(scope="module")
 def run(learners, job):
     with MetricsWriter(job.run_dir, job.view) as metrics:
-        yield Run(job, learners, metrics)
+        yield Run(job, learners, SamplerPool(job.config, job.slot, job.recovery, learners.export), metrics)
 
 
 def _prepare(job, learners, folder, changes=(), **warm):
@@ -192,8 +193,8 @@ def test_the_cause_is_told_and_not_its_echo_in_another_rank(ray_cluster):
     echo = RuntimeError("connection closed")
     ray.get([first.work.remote(0, None), second.work.remote(0, None)])
     with pytest.raises(UserError, match="the cause"):
-        actors._get([first.work.remote(0, echo), second.work.remote(1, UserError("the cause"))], "learner")
+        actors.answers([first.work.remote(0, echo), second.work.remote(1, UserError("the cause"))], "learner", 60)
     calls = [first.work.remote(0, echo), second.work.remote(60, None)]
     ray.kill(second)
     with pytest.raises(ProcessDied, match="a learner process died"):
-        actors._get(calls, "learner")
+        actors.answers(calls, "learner", 60)

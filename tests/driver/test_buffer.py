@@ -12,6 +12,7 @@ import torch
 
 from minite.driver.buffer import RolloutBuffer, RolloutError, pack, request_id, supervised_batch
 from minite.driver.data import Example, Prompt
+from minite.driver.reward import BadReward
 from minite.driver.tokenizer import CharTokenizer
 from minite.sampler.engine import Completion
 from minite.types import WeightVersion
@@ -71,7 +72,7 @@ def test_groups_come_out_in_prompt_and_sample_order_with_their_rewards() -> None
     completions = sampled(prompts)
     buffer.add(completions[:0], mixed, 7)
     assert buffer.ready == 0
-    assert len(buffer.add(completions, mixed, 7)) == buffer.ready == 4
+    assert buffer.add(completions, mixed, 7) == [] and buffer.ready == 4
     groups, metrics = buffer.take(4)
     assert [g.prompt.id for g in groups] == [3, 4, 9, 12]
     assert [[int(c.request_id[-5:]) for c in g.completions] for g in groups] == [[0, 1, 2, 3]] * 4
@@ -243,3 +244,20 @@ def test_supervised_batch_trains_on_answer_and_eos() -> None:
     assert batch.cu_seqlens_S1.tolist() == [0, 6, 16]
     assert batch.tokens_T.tolist() == [*tokenizer.encode("3+5=8"), 1, *tokenizer.encode("70+50=120"), 1]
     assert batch.loss_mask_T.tolist() == [False] * 4 + [True] * 2 + [False] * 6 + [True] * 4
+
+
+def test_a_group_without_rewards_is_counted_and_left_out() -> None:
+    buffer, prompts = make_buffer(), [make_prompt(i) for i in (2, 4)]
+    buffer.issue(prompts)
+
+    def reward(prompt: Prompt, completion: Completion) -> float:
+        if prompt.id == 4:
+            raise BadReward("it hung")
+        return mixed(prompt, completion)
+
+    bad = buffer.add(sampled(prompts), reward, 7)
+    assert [(prompt.id, str(error)) for prompt, error in bad] == [(4, "it hung")]
+    assert (buffer.ready, buffer.missing(2), buffer.missing(1)) == (1, 1, 0)
+    groups, metrics = buffer.take(2)
+    assert [g.prompt.id for g in groups] == [2] and metrics["reward/failed_groups"] == 1.0
+    assert buffer.state_dict() == {"last_id": 4, "issued": 2, "trained": 1, "dropped": 1}

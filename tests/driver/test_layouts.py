@@ -11,11 +11,12 @@ import pytest
 
 from minite.config import resolve_plan
 from minite.driver import checkpoint, loop, rundir
-from minite.driver.actors import LearnerGroup, SamplerPool
+from minite.driver.actors import LearnerGroup
 from minite.driver.exporters import gauge_name
 from minite.driver.loop import Job, Run
 from minite.driver.metrics import MetricsWriter
 from minite.driver.ports import free_port
+from minite.driver.samplers import SamplerPool
 from tests.driver.tiny_run import STRICT, config, lines
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -49,8 +50,9 @@ def record_versions(patch):
     seen, original = [], SamplerPool.update
 
     def update(self, buckets, version):
-        original(self, buckets, version)
+        told = original(self, buckets, version)
         seen.append(version)
+        return told
 
     patch.setattr(SamplerPool, "update", update)
     return seen
@@ -63,7 +65,7 @@ def test_two_learner_processes_run_as_one_does(one, two_processes, layout, tmp_p
     job = _job(config(tmp_path, *FINE, layout, start, "warm_start.steps=0"), tmp_path)
     seen = record_versions(monkeypatch)
     with MetricsWriter(tmp_path, job.view) as metrics:
-        run = Run(job, two_processes, metrics)
+        run = Run(job, two_processes, SamplerPool(job.config, job.slot, job.recovery, two_processes.export), metrics)
         run.begin()
         run.loop()
     # Unsharded bytes are those of one process, and samplers verified every sync.

@@ -13,7 +13,9 @@ from minite.config import resolve_plan
 from minite.diagnostics.report import write_report
 from minite.driver import checkpoint, loop, rundir
 from minite.driver.actors import LearnerGroup
-from minite.errors import UserError
+from minite.driver.loop import Run
+from minite.errors import ProcessDied, UserError
+from tests.driver.faults import at_steps, full_disk, hang_sampler, kill_learner, kill_sampler
 from tests.driver.metric_keys import undocumented
 from tests.driver.tiny_run import STEPS, STRICT, config, files, left_running, lines, recipe, start
 
@@ -115,6 +117,43 @@ def test_a_killed_run_goes_on_exactly(whole, trained, tmp_path, capsys):
     assert before == seen[: 4 * MINIBATCHES]
     assert before[: 2 * MINIBATCHES] + trained == seen
     assert files(stopped) == files(run_dir) and files(stopped / "checkpoints") == files(run_dir / "checkpoints")
+
+
+def test_a_run_outlives_its_processes(whole, trained, tmp_path, monkeypatch, capsys):
+    """A sampler dies at work, one hangs, the learner dies, a sync finds its sampler dead, a checkpoint finds the disk
+    full: nothing of it shows in the metrics, but that it was repaired."""
+    faults = {
+        ("submit", 1): kill_sampler,
+        ("update", 1): kill_sampler,
+        ("save", 2): full_disk,
+        ("submit", 3): hang_sampler,  # for the held-out check after step 2
+        ("train_step", 5): kill_learner,
+    }
+    happened = at_steps(monkeypatch, faults)
+    loop.train(config(tmp_path, STRICT), tmp_path / "run")
+    assert sorted(happened) == sorted(faults)
+    records = lines(tmp_path / "run")
+    counted = [{k: r.pop(k) for k in list(r) if k.startswith("recovery/") and k != "recovery/seconds"} for r in records]
+    assert [r.pop("recovery/seconds", 0) > 0 for r in records] == [False, True, True, False, False, True]
+    restarts, missed = "recovery/sampler_restarts", "recovery/checkpoints_failed"
+    assert counted == [{}, {restarts: 2}, {restarts: 1}, {missed: 1}, {}, {"recovery/restarts": 1}]
+    assert [undocumented(counts) for counts in counted] == [[]] * (STEPS + 1)
+    assert records == lines(whole[0])
+    assert (
+        trained[: 4 * MINIBATCHES] == whole[1][: 4 * MINIBATCHES] and trained[-MINIBATCHES:] == whole[1][-MINIBATCHES:]
+    )
+    assert files(tmp_path / "run" / "checkpoints") == ["step_00000003", "step_00000004", "step_00000005"]
+    said = capsys.readouterr().out
+    assert "a sampler process died" in said and "did not answer within 1 s (driver.timeout)" in said
+    assert "No space left on device; earlier checkpoints are intact" in said and "going on from step_00000004" in said
+
+
+def test_a_run_stops_after_too_many_repairs(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "train_step", lambda run: kill_learner(run) or run.learners.export())
+    run_dir = Path(shutil.copytree(whole[0], tmp_path / "run"))
+    with pytest.raises(ProcessDied, match="a learner process died"):
+        loop.resume(run_dir, ["driver.steps=6", "driver.retries=1"])
+    assert lines(run_dir) == lines(whole[0])
 
 
 def test_damaged_checkpoints_are_named_and_an_older_one_taken(whole, tmp_path, capsys):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minite.config import resolve_plan
-from minite.driver import checkpoint, loop, rundir
+from minite.driver import checkpoint, job, loop, rundir
 from minite.errors import UserError
 from tests.driver.tiny_run import config, files
 
@@ -119,7 +119,7 @@ def test_a_finished_run_says_so(made):
 def test_learner_and_sampler_must_compute_alike(tmp_path, monkeypatch):
     """On a machine with a GPU, a learner left on the CPU would be another backend than its sampler's."""
     run_config = config(tmp_path, "learner.device=cpu", "precision.backend=reference")
-    assert loop.Job(run_config, resolve_plan(run_config), tmp_path).backend.startswith("reference")
-    monkeypatch.setattr(loop, "use_cuda", lambda choice: choice != "cpu")
+    assert job.Job(run_config, resolve_plan(run_config), tmp_path).backend.startswith("reference")
+    monkeypatch.setattr(job, "use_cuda", lambda choice: choice != "cpu")
     with pytest.raises(UserError, match="alignment is aligned, but the learner .* on cpu and the sampler .* on cuda"):
-        loop.Job(run_config, resolve_plan(run_config), tmp_path)
+        job.Job(run_config, resolve_plan(run_config), tmp_path)

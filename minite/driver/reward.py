@@ -1,0 +1,98 @@
+"""Rewards. A recipe's own function runs in a process of its own, which is ended when it hangs and made anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from typing import Any
+
+from minite.config.schema import DataConfig
+from minite.driver import reward_process
+from minite.driver.data import Example, score
+from minite.errors import UserError
+
+START_SECONDS = 120.0  # for the imports of a reward function
+
+
+class BadReward(Exception):
+    """A response that could not be scored: its function raised, hung, died or gave no finite number."""
+
+
+class Scorer:
+    """``data.reward`` as a function. Raises UserError when it cannot be imported."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        if config.reward != "task":
+            self._start()
+
+    def __call__(self, example: Example, response: str) -> float:
+        """The reward of a response that has ended, a finite number. Raises BadReward."""
+        if self._config.reward == "task":
+            return score(example, response)
+        if self._process is None:
+            self._start()
+        question = json.dumps({"response": response, "answer": example.answer}) + "\n"
+        got = self._ask(question.encode(), self._config.reward_timeout)
+        if "error" in got:
+            raise BadReward(got["error"])
+        if not math.isfinite(got["reward"]):
+            raise BadReward(f"it returned {got['reward']}")
+        return float(got["reward"])
+
+    def close(self) -> None:
+        """End its process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process, self._unread = None, b""
+
+    def _start(self) -> None:
+        name = self._config.reward
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", reward_process.__file__, name, os.getcwd()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        try:
+            got = self._ask(b"", START_SECONDS)
+        except BadReward as error:
+            got = {"error": str(error)}
+        if "error" in got:
+            self.close()
+            raise UserError(
+                f"data.reward: {name} cannot be imported: {got['error']}; it is looked for in {os.getcwd()}"
+            )
+
+    def _ask(self, question: bytes, patience: float) -> dict[str, Any]:
+        """One answer. A process that dies or is too slow is gone afterwards."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        deadline = time.monotonic() + patience
+        try:
+            if question:
+                process.stdin.write(question)
+            while b"\n" not in self._unread:
+                left = deadline - time.monotonic()
+                if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                    self.close()
+                    raise BadReward(f"it took longer than {patience:g} s")
+                part = os.read(process.stdout.fileno(), 1 << 16)
+                if not part:
+                    raise BrokenPipeError
+                self._unread += part
+        except BrokenPipeError:
+            self.close()
+            raise BadReward("its process died") from None
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
