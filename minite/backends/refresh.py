@@ -18,6 +18,9 @@ def refreshed(old: object, new: object) -> object:
     for to, source in zip(held, given, strict=True):
         if to.data_ptr() != source.data_ptr():
             to.copy_(source)
+    if is_dataclass(old):  # and what was made from the fields and is kept beside them
+        for name in vars(old).keys() - {field.name for field in fields(old)}:
+            refreshed(getattr(old, name), getattr(new, name))
     return old
 
 

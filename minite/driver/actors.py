@@ -122,7 +122,7 @@ class LearnerGroup:
         the processes and their imports stay."""
         world, port = len(self._ranks), free_port()
         pids = answers([a.pid.remote() for a in self._ranks], "learner", self._timeout)
-        self._processes = [psutil.Process(pid) for pid in pids]
+        self._processes = processes(pids, "learner")
         self._all(lambda rank, a: a.setup.remote(config, plan, rank, world, port, self._threads))
 
     def kill(self) -> None:
@@ -171,6 +171,14 @@ class LearnerGroup:
 
     def load(self, directory: Path) -> None:
         self._call("load", str(directory))
+
+
+def processes(pids: Sequence[int], kind: str) -> list[psutil.Process]:
+    """Of actors that have told their numbers. Raises ProcessDied for one that died since."""
+    try:
+        return [psutil.Process(pid) for pid in pids]
+    except psutil.NoSuchProcess:
+        raise ProcessDied(f"a {kind} process died while the others started") from None
 
 
 def end(actors: Sequence[Any], processes: Sequence[psutil.Process]) -> None:

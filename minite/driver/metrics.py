@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,7 +61,8 @@ class MetricsWriter:
         self._view.update(step, metrics)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # write has told of it
+            self._file.close()
         self._view.close()
 
     def __enter__(self) -> MetricsWriter:

@@ -13,6 +13,9 @@ from minite.errors import UserError
 
 SEED = 0  # of the questions: as with the other kinds, a run's seed decides the split and the order, not what is asked
 
+# Their scorers hand the answer to Python's eval: what a model says must not run beside a run's files and keys.
+RUNS_ANSWERS = frozenset({"binary_matrix", "spiral_matrix", "string_insertion"})
+
 Entry = Mapping[str, Any]  # of reasoning_gym: question, answer and what its scorer reads
 
 
@@ -30,6 +33,8 @@ def questions(data: DataConfig) -> list[Entry]:
     for name, settings in data.tasks.items():
         if name not in DATASETS:
             raise UserError(f"data.tasks: reasoning_gym has no {name!r}; {nearest(name, sorted(DATASETS))}")
+        if name in RUNS_ANSWERS:
+            raise UserError(f"data.tasks: the scorer of {name} runs a model's answer as Python code; take another task")
         try:
             made = reasoning_gym.create_dataset(name, seed=SEED, size=data.questions, **settings)
             for entry in made:
@@ -47,7 +52,10 @@ def score(entry: Entry, response: str) -> float:
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response) or response.strip()
-    return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry))
+    try:
+        return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry))
+    except Exception:  # some scorers raise, and anything, for an answer that they cannot parse: it is a wrong one
+        return 0.0
 
 
 @functools.cache

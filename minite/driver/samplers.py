@@ -15,7 +15,7 @@ import ray
 import torch
 
 from minite.config import PrecisionPlan, RunConfig
-from minite.driver.actors import Exported, Lost, answers, end, sharing
+from minite.driver.actors import Exported, Lost, answers, end, processes, sharing
 from minite.driver.cluster import Slot
 from minite.driver.recovery import Recovery
 from minite.errors import ProcessDied
@@ -94,7 +94,7 @@ class SamplerPool:
         self._answers([self._set_up(e) for e in self._engines])
 
     def _find(self, engines: list[Any]) -> list[psutil.Process]:
-        return [psutil.Process(pid) for pid in self._answers([e.pid.remote() for e in engines])]
+        return processes(self._answers([e.pid.remote() for e in engines]), "sampler")
 
     def _set_up(self, engine: Any) -> ray.ObjectRef:
         return engine.setup.remote(self._config, self._plan, self._threads)

@@ -51,6 +51,7 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
         ("model.dtype", config.model.dtype, ("bf16",), "slime trains in BF16 with FP32 masters"),
         ("sampler.kind", config.sampler.kind, ("sglang",), "slime's engines are SGLang"),
         ("data.kind", config.data.kind, ("jsonl",), "slime reads a file of prompts"),
+        ("data.reward", config.data.reward, ("task",), "slime.reward is the reward there"),
         ("warm_start.steps", config.warm_start.steps, (0,), "slime has no warm start; give model.checkpoint"),
         ("driver.ahead", config.driver.ahead, (0,), "train.py does not sample ahead"),
         ("correction.unhealthy", config.correction.unhealthy, ("warn", "stop"), "slime cannot skip a step"),

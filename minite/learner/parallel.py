@@ -38,7 +38,8 @@ def start(run_config: RunConfig, rank: int, world_size: int, address: str, port:
         expert_tensor_parallel_size=1,  # experts are whole; they are split over ranks by expert
         create_gloo_process_groups=False,  # only for checkpoint formats that we do not use
     )
-    # Nothing of ours draws from megatron's generators (no dropout), but its modules insist that they exist.
+    torch.manual_seed(run_config.seed)  # NVFP4 gradients draw the seeds of their rounding from this generator
+    # Nothing of ours draws from megatron's generators on a GPU (no dropout), but its modules insist that they exist.
     model_parallel_cuda_manual_seed(run_config.seed)
 
 

@@ -47,6 +47,6 @@ def _told(directory: str | Path) -> dict[str, Any]:
             "minite convert wrote"
         )
     told = read_json(path)
-    if {"to", "digest", "plan_digest", "tensors"} - told.keys():
+    if {"to", "digest", "plan_digest", "tensors"} - told.keys() or not isinstance(told["tensors"], dict):
         raise UserError(f"{path}: not what minite convert writes; copy it again")
     return told

@@ -15,7 +15,7 @@ from rich.console import Console
 from minite.diagnostics.gap import gap_metrics
 from minite.driver.metrics import METRICS_FILE, MetricsWriter, truncate_after
 from minite.driver.progress import COLUMNS, ProgressView
-from minite.errors import UserError
+from minite.errors import DiskError, UserError
 from minite.types import GapSummary
 
 
@@ -41,6 +41,13 @@ def test_a_line_is_on_disk_when_write_returns_and_keeps_every_bit(tmp_path: Path
         assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1, "a": 1e-300, "b": 0.30000000000000004}\n'
         writer.write(2, {"nan": math.nan, "inf": -math.inf})
     assert read(tmp_path)[1] == {"step": 2, "inf": None, "nan": None}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
+def test_a_full_disk_is_told_once_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    with pytest.raises(DiskError, match="No space left"):
+        record(tmp_path, 1)
 
 
 def test_resume_takes_out_later_steps_and_the_torn_line(tmp_path: Path) -> None:

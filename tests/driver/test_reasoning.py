@@ -46,12 +46,18 @@ def test_questions_are_the_same_each_time_and_each_there_once(examples: list[Exa
     [
         ({"chain_sm": {}}, "reasoning_gym has no 'chain_sm'; nearest is 'chain_sum'"),
         ({"chain_sum": {"terms": 2}}, "data.tasks.chain_sum: .*unexpected keyword argument 'terms'"),
+        ({"string_insertion": {}}, "runs a model's answer as Python"),
         ({"chain_sum": {"min_terms": 0}}, "data.tasks.chain_sum: min_terms must be positive"),
     ],
 )
 def test_what_does_not_exist_is_told(examples: list[Example], tasks: dict, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         reasoning.questions(replace(DATA, tasks=tasks))
+
+
+def test_an_answer_that_a_scorer_cannot_parse_is_wrong(examples: list[Example]) -> None:
+    entry = reasoning.questions(replace(DATA, tasks={"prime_factorization": {}}))[0]
+    assert reasoning.score(entry, "2 and 3") < 1.0
 
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

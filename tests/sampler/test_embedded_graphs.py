@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_engine import DENSE, LLAMA, MOE, config, load, requests, shipment
 
+from minite.backends.cutlass.weights import NativeWeight
 from minite.backends.refresh import addresses, refreshed
 from minite.backends.registry import get_backend
 from minite.config import resolve_plan
@@ -33,6 +34,15 @@ def test_weights_are_refreshed_where_they_lie():
     assert refreshed(old, new) is old and addresses(old) == before
     assert old.values.equal(values) and old.amax.equal(new.amax)
     assert refreshed(old, wider) is wider and refreshed(None, old) is old and refreshed(torch.ones(3), old) is old
+
+
+def test_what_was_made_of_the_weights_is_refreshed_too():
+    emulation = get_backend("reference", device="cpu", strict=False)
+    first, second = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
+    old, new = (NativeWeight.of(nvfp4.quantize(weight), emulation) for weight in (first, second))
+    at = addresses(old.emulated)
+    assert refreshed(old, new) is old and addresses(old.emulated) == at
+    assert old.emulated.values.equal(NativeWeight.of(nvfp4.quantize(second), emulation).emulated.values)
 
 
 def test_a_cpu_says_why_it_has_no_graphs():

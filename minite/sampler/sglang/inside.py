@@ -137,9 +137,12 @@ class Inside:
         """All tensors of the update under way, and its end, from a directory of `minite convert`."""
         manifest = None
         with self._kept():
-            manifest = disk.manifest(directory)
-            for name, tensor in disk.sent_tensors(directory):
-                self._load({name: tensor})
+            try:
+                manifest = disk.manifest(directory)
+                for name, tensor in disk.sent_tensors(directory):
+                    self._load({name: tensor})
+            except OSError as error:
+                raise SyncError(f"{directory}: cannot be read ({error})") from None
         self._finish(manifest)
 
     def _finish(self, manifest: Mapping[str, str] | None) -> None:

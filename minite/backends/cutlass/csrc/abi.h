@@ -18,7 +18,7 @@ enum MiniteStatus {
 // d[m, n] = (sum_k a[m, k] b[n, k] * alpha) * (weight_amax[g] * row_amax[m]), rounded once to the type of d.
 // a, b: packed E2M1 with swizzled E4M3 scales (sm_100a, sm_103a) or BF16 codes x block scales, scales null (sm_90a).
 // over_columns (grouped only): groups are runs of columns instead, d[g, m, n] = sum over the columns of group g. Then a is
-// [m, k], b [n, k], d [groups, m, n], and starts are columns: multiples of 64, one run at least 64 long. Group g's scales
+// [m, k], b [n, k], d [groups, m, n], and starts are columns: multiples of 64, no run is empty. Group g's scales
 // begin at roundup(m, 128) * starts[g] / 16 (for b, n): its own tiles, as minite_swizzle_columns lays them.
 struct MiniteGemm {
   const void* a;             // [m, k]: all rows, sorted by group
