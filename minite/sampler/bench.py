@@ -41,21 +41,28 @@ def measure(config: RunConfig, turns: int, tokens: int | None = None, batches: t
     if tokens > room:
         raise UserError(f"bench sampler: --tokens {tokens}, but the model has room for {room} after a prompt")
     rows: list[Row] = []
-    precision = PrecisionConfig(alignment=config.precision.alignment, kv_cache=config.precision.kv_cache)
+    sampler = dataclasses.replace(config.sampler, max_batch=max(batches), kv_tokens=max(batches) * (PROMPT + tokens))
+    config = dataclasses.replace(config, sampler=sampler)
+    precision = dataclasses.replace(config.precision, formats={}, rules=PrecisionConfig().rules)
     for name, each in (("BF16", dataclasses.replace(config, precision=precision)), (config.name, config)):
-        sampler = dataclasses.replace(each.sampler, max_batch=max(batches), kv_tokens=max(batches) * (PROMPT + tokens))
-        each = dataclasses.replace(each, sampler=sampler)
-        plan = resolve_plan(each)
-        with closing(make_engine(each, plan)) as engine:
-            update = _update(engine, each, plan)
-            for batch in batches:
-                rate = statistics.median([_generate(engine, each, batch, tokens) for _ in range(turns + 1)][1:])
-                rows.append({"batch": batch, "run": name, "tokens/s": rate, "update s": update})
-                print(f"{name}, batch {batch}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
+        rows += _measure(each, name, batches, tokens, turns)
     base = {row["batch"]: float(row["tokens/s"]) for row in rows[: len(batches)]}
     for row in rows:
         row["speedup"] = float(row["tokens/s"]) / base[row["batch"]]
     return sorted(rows, key=lambda row: float(row["batch"]))
+
+
+def _measure(config: RunConfig, name: str, batches: tuple[int, ...], tokens: int, turns: int) -> list[Row]:
+    """Of one engine, whose memory is free again on return."""
+    rows: list[Row] = []
+    plan = resolve_plan(config)
+    with closing(make_engine(config, plan)) as engine:
+        update = _update(engine, config, plan)
+        for batch in batches:
+            rate = statistics.median([_generate(engine, config, batch, tokens) for _ in range(turns + 1)][1:])
+            rows.append({"batch": batch, "run": name, "tokens/s": rate, "update s": update})
+            print(f"{name}, batch {batch}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
+    return rows
 
 
 def table(rows: list[Row], config: RunConfig) -> str:
