@@ -54,7 +54,7 @@ def pool(tmp_path, monkeypatch):
     """Two samplers that hold the weights of step 1; the learner's are ``pool.newest``."""
     Actor.made, Actor.failures = [], {}
     monkeypatch.setattr(samplers, "ray", SimpleNamespace(remote=lambda **_: lambda _: SimpleNamespace(remote=Actor)))
-    monkeypatch.setattr(samplers, "psutil", SimpleNamespace(Process=lambda pid: pid))
+    monkeypatch.setattr(samplers, "processes", lambda pids, kind: list(pids))
     monkeypatch.setattr(samplers, "answers", lambda refs, kind, timeout: [ref() for ref in refs])
     monkeypatch.setattr(samplers, "end", lambda actors, _: [setattr(a, "killed", True) for a in actors])
     run_config = config(tmp_path, "sampler.count=2")
