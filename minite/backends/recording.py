@@ -1,44 +1,16 @@
-"""Backends that note what passes through them, call by call: to compare two engines layer by layer."""
+"""A backend that notes the GEMMs that pass through it: to compare two engines operation by operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minite.backends.base import Backend, Fused, Operand
-from minite.formats.qtensor import QTensor
-
-Call = dict[str, Any]  # how: str, x: Tensor, and for a quantized result its parts: codes, block_scale, amax
-
-
-class Recording:
-    """A backend that notes every quantizer call and leaves the rest to ``inner``. Calls made in CUDA graphs pass by."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.fused: Fused | None = None  # step by step, so that every quantizer call passes here
-        self.calls: list[Call] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def quantize(self, x_MK: Tensor, how: str, **arguments: Any) -> Operand:
-        out = self.inner.quantize(x_MK, how, **arguments)
-        parts = {name: part.cpu() for name, part in out.tensors().items()} if isinstance(out, QTensor) else {}
-        self.calls.append({"how": how, "x": x_MK.cpu(), **parts})
-        return out
-
-    def quantize_input(self, x_MK: Tensor, how: str, **arguments: Any) -> Operand:
-        """As codes, which any GEMM of the backend takes as well."""
-        return self.quantize(x_MK, how, **arguments)
-
-    def save(self, path: str | Path) -> None:
-        torch.save(self.calls, path)
 
 
 @dataclass(frozen=True)
@@ -49,7 +21,7 @@ class GemmCall:
     x: Tensor  # [M, K] before quantization
     how: str  # operand name of the input
     a: Operand
-    weight: Operand  # [N, K] or [E, N, K]
+    weight: dict[str, Tensor]  # its ``parts``: ``row_hash`` of codes and block scales, outer scales as they are
     out: Tensor
 
 
@@ -70,24 +42,54 @@ class OpCall:
 Note = Callable[[OpCall | GemmCall], None]
 
 
+def parts(operand: Operand) -> dict[str, Tensor]:
+    """Outer scale, block scales, codes: in the order in which one decides the next. A plain tensor is one part."""
+    if isinstance(operand, Tensor):
+        return {"": operand}
+    named = (("outer scale", operand.amax), ("block scales", operand.block_scale), ("codes", operand.codes))
+    return {name: part for name, part in named if part is not None}
+
+
+def row_hash(x: Tensor) -> Tensor:
+    """int64 [..., N] of [..., N, K], equal for rows of equal bits; a weight is large, and told in full by nobody.
+
+    Floats count as FP32, which loses nothing of a weight, so that engines that hold it in two dtypes agree.
+    """
+    if x.ndim == 3:
+        return torch.stack([row_hash(x_NK) for x_NK in x])
+    x = x.detach()
+    bits = x.float().contiguous().view(torch.int32) if x.is_floating_point() else x
+    odd_K = torch.arange(x.shape[-1], device=x.device) * -7046029254386353131 | 1
+    return torch.cat([((chunk.long() + 0x9E3779B9) * odd_K).sum(-1) for chunk in bits.split(1 << 14)])
+
+
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A weight as the inner backend reads it, and as it was stored."""
 
     weight: Operand
     inner: object
 
+    @cached_property
+    def rows(self) -> dict[str, Tensor]:
+        """Its parts as GemmCall tells them."""
+        return {name: row_hash(part) if part.ndim > 1 else part for name, part in parts(self.weight).items()}
 
-class RecordingGemms(Recording):
-    """A backend that hands every forward GEMM to ``note``. Weights must be prepared by this object."""
+
+class RecordingGemms:
+    """A backend that hands every forward GEMM to ``note``. Weights must be prepared by this object, or be Prepared.
+
+    GEMMs in CUDA graphs pass by. It has no fused kernels: engines compute step by step, so that every GEMM passes here.
+    """
 
     def __init__(self, inner: Backend, note: Note) -> None:
-        super().__init__(inner)
+        self.inner = inner
+        self.fused: Fused | None = None
         self._note = note
         self._input: tuple[Tensor, str, Operand] | None = None
 
-    def quantize(self, x_MK: Tensor, how: str, **arguments: Any) -> Operand:
-        return self.inner.quantize(x_MK, how, **arguments)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def quantize_input(self, x_MK: Tensor, how: str, **arguments: Any) -> Operand:
         out = self.inner.quantize(x_MK, how, **arguments)
@@ -95,19 +97,19 @@ class RecordingGemms(Recording):
         return out
 
     def prepare(self, w: Operand, *, decode: bool = False) -> object:
-        return _Prepared(w, self.inner.prepare(w, decode=decode))
+        return Prepared(w, self.inner.prepare(w, decode=decode))
 
     def gemm(self, a_MK: Operand, b_NK: object, out_dtype: torch.dtype) -> Tensor:
-        assert isinstance(b_NK, _Prepared)
+        assert isinstance(b_NK, Prepared)
         out = self.inner.gemm(a_MK, b_NK.inner, out_dtype)
-        return self._noted("gemm", a_MK, b_NK.weight, out)
+        return self._noted("gemm", a_MK, b_NK.rows, out)
 
     def grouped_gemm(self, a_RK: Operand, b_ENK: object, rows_E: Tensor, out_dtype: torch.dtype) -> Tensor:
-        assert isinstance(b_ENK, _Prepared)
+        assert isinstance(b_ENK, Prepared)
         out = self.inner.grouped_gemm(a_RK, b_ENK.inner, rows_E, out_dtype)
-        return self._noted("grouped_gemm", a_RK, b_ENK.weight, out)
+        return self._noted("grouped_gemm", a_RK, b_ENK.rows, out)
 
-    def _noted(self, op: str, a: Operand, weight: Operand, out: Tensor) -> Tensor:
+    def _noted(self, op: str, a: Operand, weight: dict[str, Tensor], out: Tensor) -> Tensor:
         if self._input is None or self._input[2] is not a:
             raise RuntimeError(f"{op}: its input did not come from this backend's quantize_input")
         x, how, _ = self._input

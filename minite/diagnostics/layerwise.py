@@ -39,6 +39,7 @@ class Finding:
     parted: int  # equal inputs, other outputs
     max_difference: float  # over those, in units of the output
     differs: tuple[str, ...]  # what differs in it, the first cause first; empty where nothing does
+    equal_codes: int | None = None  # tokens with equal inputs whose quantized inputs are equal too; None: not quantized
     joined: int = 0  # tokens equal in everything before, whose inputs differ: what lies between two operations
 
 
@@ -79,12 +80,21 @@ def compare(learner: Sequence[Observed], sampler: Sequence[Observed], cu_seqlens
                 int(parted_T.sum()),
                 _max_difference(ours.outputs, theirs.outputs, parted_T),
                 tuple(_differs(ours, theirs, parted_T)),
+                _equal_codes(ours, theirs, seen_T & inputs_T),
                 joined,
             )
         )
         equal_T &= ~seen_T | (own_T & outputs_T)
     first, cause = _first(findings)
     return LayerReport(len(cu_seqlens_S1) - 1, tokens, tuple(findings), first, cause)
+
+
+def _equal_codes(ours: Observed, theirs: Observed, at_T: Tensor) -> int | None:
+    if not any("codes" in name for name in ours.internals):
+        return None
+    if ours.internals.keys() != theirs.internals.keys():
+        return 0
+    return int((_equal(ours.internals, theirs.internals, len(at_T)) & at_T).sum())
 
 
 def _first(findings: Sequence[Finding]) -> tuple[str | None, str]:
@@ -169,10 +179,10 @@ def _differing(name: str, mine: Parameter | None, other: Parameter | None) -> st
 def _where(a: Tensor, b: Tensor) -> str:
     """Which experts differ, for what is stacked by expert, and how many elements."""
     differs = a != b
-    count = f"{int(differs.sum())} of {a.numel()} values"
-    if a.ndim != 3:
+    count = f"{int(differs.sum())} of {a.numel()} {'values' if a.is_floating_point() else 'rows'}"
+    if a.ndim != 2:
         return f" ({count})"
-    experts = differs.flatten(1).any(dim=1).nonzero().squeeze(-1).tolist()
+    experts = differs.any(dim=1).nonzero().squeeze(-1).tolist()
     listed = ", ".join(map(str, experts[:8])) + (" ..." if len(experts) > 8 else "")
     return f" (expert{'s' * (len(experts) > 1)} {listed}: {count})"
 
@@ -199,5 +209,10 @@ def layer_rows(report: LayerReport) -> list[list[str]]:
 def layer_table(report: LayerReport) -> str:
     """The verdict, and the operations where something differs."""
     size = f"layers: {report.tokens} tokens of {report.responses} responses, {len(report.findings)} operations"
+    coded = [f for f in report.findings if f.equal_codes is not None]
+    if coded:
+        equal = sum(f.equal_codes == f.equal_inputs for f in coded)
+        pairs = sum(f.equal_inputs for f in coded)
+        size += f"\ncodes and scales of equal inputs: equal in {equal} of {len(coded)} GEMMs ({pairs} rows compared)"
     rows = layer_rows(report)
     return "\n".join([size, *verdict(report), *(["", *columns(HEAD, rows, texts=2)] if rows else [])])

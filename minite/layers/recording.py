@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minite.backends.recording import OpCall
+from minite.backends.recording import OpCall, row_hash
 from minite.layers import ops
 
 
@@ -38,7 +38,7 @@ def _attention_decode(out: Tensor, q_BHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor
 
 
 def _wide_linear(out: Tensor, x_MK: Tensor, w_NK: Tensor, *_: Any) -> OpCall:
-    return OpCall("wide_linear", {"x": x_MK}, {"y": out}, parameters={"weight": w_NK})
+    return OpCall("wide_linear", {"x": x_MK}, {"y": out}, parameters={"weight": row_hash(w_NK)})
 
 
 def _route_topk(out: tuple[Tensor, Tensor], logits_TE: Tensor, *_: Any) -> OpCall:
@@ -65,6 +65,11 @@ _NOTES: dict[str, Callable[..., OpCall]] = {
     "swiglu": _swiglu,
     "moe_combine": _moe_combine,
 }
+
+
+def noted(op: str, out: Any, *args: Any) -> OpCall:
+    """What the shared operation ``op`` was given and made of it."""
+    return _NOTES[op](out, *args)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def chain(seed: int = 0) -> list[Observed]:
     """a -> attention -> b, each output the next input."""
     rng = torch.Generator().manual_seed(seed)
     u, v, w, y = (torch.randn(TOKENS, 4, generator=rng) for _ in range(4))
-    seen, weight = torch.ones(TOKENS, dtype=torch.bool), torch.arange(24.0).view(2, 3, 4)
+    seen, weight = torch.ones(TOKENS, dtype=torch.bool), torch.arange(24).view(2, 12)
     return [
         Observed("a", "norm", seen, {"x": u}, {"scale": u[:, 0].clone()}, {"y": v}, {"eps": 1.0}),
         Observed("attention", "attention", seen, {"q": v, "k": v.clone()}, {}, {"y": w}, context=("k",)),
@@ -92,11 +92,11 @@ def test_between_two_operations() -> None:
     ("theirs_now", "text"),
     [
         (
-            {"weight": torch.arange(24.0).view(2, 3, 4).index_fill(0, torch.tensor(1), 9.0)},
-            "weight (expert 1: 12 of 24",
+            {"weight": torch.arange(24).view(2, 12).index_fill(0, torch.tensor(1), 99)},
+            "weight (expert 1: 12 of 24 rows",
         ),
-        ({"weight": torch.zeros(2, 2, 4)}, "weight: shape [2, 3, 4] in the learner, [2, 2, 4] in the sampler"),
-        ({"weight codes": torch.zeros(2, 3, 4)}, "weight: in the learner only"),
+        ({"weight": torch.zeros(2, 8)}, "weight: shape [2, 12] in the learner, [2, 8] in the sampler"),
+        ({"weight codes": torch.zeros(2, 12)}, "weight: in the learner only"),
     ],
     ids=["expert", "shape", "format"],
 )

@@ -6,6 +6,7 @@ import pytest
 from tiny_engine import config
 
 from minite.config import RunConfig, resolve_plan
+from minite.learner import cpu_compat
 from minite.sampler import make_engine
 from minite.sampler.sglang.compat import installed
 from minite.sampler.sglang.engine import SglangEngine
@@ -19,6 +20,7 @@ NEEDS_SGLANG = [
 
 def sglang_engine(model: dict, fmt: str, **changes: object) -> tuple[RunConfig, SglangEngine]:
     """A recipe of tiny_engine and SGLang started for it, without weights. To be closed."""
+    cpu_compat.install("cpu")  # SGLang may import megatron, which a learner of this process needs prepared
     cfg = config(model, fmt, sampler={"kind": "sglang", "device": "cpu", "max_batch": 64}, **changes)
     made = make_engine(cfg, resolve_plan(cfg))
     assert isinstance(made, SglangEngine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+from contextlib import closing
 from dataclasses import replace
 
 import psutil
@@ -17,10 +18,13 @@ from real_sglang import NEEDS_SGLANG, sglang_engine
 from test_sglang_inside import converted
 from tiny_engine import MOE, engine, load, requests, shipment
 
-from minite.backends.recording import Recording
 from minite.config import resolve_plan
+from minite.diagnostics.layerwise import compare
 from minite.driver.buffer import Group, pack
 from minite.driver.data import Example, Prompt
+from minite.driver.gap.layers import watch_learner, watch_sampler
+from minite.driver.gap.local import Pair, start_learner
+from minite.driver.gap.subject import Subject
 from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
 from minite.sampler.engine import Request, SamplingParams
@@ -212,18 +216,21 @@ def test_abort_from_another_thread_keeps_what_there_is(moe):
 
 
 def test_codes_are_equal_bit_for_bit_in_every_module(moe):
-    """The quantizers of both engines, call by call, in the prefill of one prompt."""
+    """Learner and SGLang, operation by operation: prefills and decode steps, each batched its own way."""
     cfg, sglang = moe
-    load(sglang, *shipment(cfg, 10))
-    built_in = engine(cfg, 10)
-    built_in.model.backend, built_in.model.fused = Recording(built_in.model.backend), None
-    asked = [Request("r", tuple(range(1, 30)), SamplingParams(1))]
-    with sglang.recording() as calls:
-        sglang.generate(asked)
-    built_in.generate(asked)
-    expected = [call for call in built_in.model.backend.calls if "codes" in call]
-    calls = [call for call in calls if "codes" in call]
-    assert len(calls) == len(expected) == len(expected_modules(sglang.plan))
-    for name, got, want in zip(expected_modules(sglang.plan), calls, expected, strict=True):
-        for part in ("codes", "block_scale"):
-            assert torch.equal(got[part].view(torch.uint8), want[part].view(torch.uint8)), f"{name}: {part}"
+    cfg = replace(cfg, learner=replace(cfg.learner, device="cpu", tokens_per_microbatch=512))
+    prompts = tuple(Prompt(i, Example("", "", ""), tuple(range(1 + i, 12 + i))) for i in range(3))
+    subject = Subject(cfg, sglang.plan, prompts, 0, lambda worker: None)
+    with closing(start_learner(cfg, sglang.plan)) as worker:
+        engines = Pair(worker, sglang)
+        engines.sync()
+        batch, theirs = watch_sampler(engines, subject)
+        ours = watch_learner(engines, subject, batch)
+    report = compare(ours, theirs, batch.cu_seqlens_S1)
+    assert len(report.findings) == 16 * 2 + 2 and batch.num_sequences == 16
+    coded = {f.module: f for f in report.findings if f.equal_codes is not None}
+    assert len(coded) == len(expected_modules(sglang.plan)) == 8
+    assert all(f.equal_codes == f.equal_inputs > 20 for f in coded.values())
+    assert not any(text.startswith(("weight", "input")) for f in report.findings for text in f.differs)
+    assert {f.tokens for f in coded.values()} == {max(f.tokens for f in report.findings)}
+    assert len(sglang.generate(requests(2))) == 2  # as before, outside of the watch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +20,15 @@ from minite.sampler.embedded.watch import watched
 from minite.sampler.engine import Request
 from minite.types import RolloutBatch
 
+if TYPE_CHECKING:
+    from minite.sampler.sglang.engine import SglangEngine
+    from minite.sampler.sglang.watching import RequestPass
+
 RESPONSES = 16  # at most: everything that passes through every operation is kept
 
 
 def examine_layers(subject: Subject, note: Note) -> LayerReport:
     """Compare the engines on the first responses of a subject."""
-    if subject.config.sampler.kind != "embedded":
-        raise UserError(
-            "minite gap --layers watches the built-in engine; add -o sampler=embedded, or leave --layers out"
-        )
     note("layers: watching both engines")
     with pair(subject.config, subject.plan) as engines:
         subject.load(engines.worker)
@@ -39,15 +40,39 @@ def examine_layers(subject: Subject, note: Note) -> LayerReport:
 
 def watch_sampler(engines: Pair, subject: Subject) -> tuple[RolloutBatch, list[Observed]]:
     """Sample as a rollout does. Returns the batch and what each operation did to its tokens."""
-    assert isinstance(engines.engine, EmbeddedEngine)
-    config, plan = subject.config, subject.plan
-    with watched(engines.engine) as passes:
-        batch = rollout(
-            engines, config, plan, subject.prompts, subject.stop_token, lambda asked: first_fit(asked, config)
-        )
-    token_of = slot_tokens(batch, config.sampler.max_new_tokens)
-    placed = [Pass(Rows(token_of[p.slot_N], p.row_N, p.last_B), p.calls) for p in passes]
+    config = subject.config
+    kept: list[Request] = []
+
+    def keep(asked: Sequence[Request]) -> list[Request]:
+        kept.extend(first_fit(asked, config))
+        return kept
+
+    def sample() -> RolloutBatch:
+        return rollout(engines, config, subject.plan, subject.prompts, subject.stop_token, keep)
+
+    if isinstance(engines.engine, EmbeddedEngine):
+        with watched(engines.engine) as passes:
+            batch = sample()
+        token_of = slot_tokens(batch, config.sampler.max_new_tokens)
+        placed = [Pass(Rows(token_of[p.slot_N], p.row_N, p.last_B), p.calls) for p in passes]
+    else:
+        with cast("SglangEngine", engines.engine).watched() as seen:
+            batch = sample()
+        first = dict(zip([r.request_id for r in kept], batch.cu_seqlens_S1.tolist(), strict=False))
+        length = dict(zip(first, batch.cu_seqlens_S1.diff().tolist(), strict=True))
+        placed = [Pass(request_rows(p, first, length), p.calls) for p in seen]
     return batch, assemble(placed, config.model, batch.num_tokens, megatron=False)
+
+
+def request_rows(seen: RequestPass, first: Mapping[str, int], length: Mapping[str, int]) -> Rows:
+    """The tokens of SGLang's rows. ``first``: token where a request begins in the batch; ``length``: its tokens.
+
+    SGLang may compute a step more than a response has tokens: that is nobody's.
+    """
+    first_N = torch.tensor([first[r] for r in seen.request_ids])[seen.request_N]
+    length_N = torch.tensor([length[r] for r in seen.request_ids])[seen.request_N]
+    row_N = (seen.position_N < length_N).nonzero().squeeze(-1)
+    return Rows((first_N + seen.position_N)[row_N], row_N, seen.last_B)
 
 
 def watch_learner(engines: Pair, subject: Subject, batch: RolloutBatch) -> list[Observed]:

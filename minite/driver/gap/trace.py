@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minite.backends.recording import GemmCall, OpCall
+from minite.backends.recording import GemmCall, OpCall, parts
 from minite.config.schema import ModelConfig
 from minite.diagnostics.layerwise import Observed
-from minite.formats.qtensor import QTensor
 from minite.formats.rounding import round_once
 from minite.models import get_model
 from minite.sync.stored import MODEL_DTYPES
@@ -144,23 +143,15 @@ def _gemm(call: GemmCall, dtype: torch.dtype, layout_N: Tensor | None) -> OpCall
     """A GEMM with its operands taken apart, its result in the model's dtype: megatron's row-parallel linears round
     theirs after the sum over ranks. ``layout_N``: order in which to read the rows of the weight."""
     rows = len(call.x)
-    internals = {f"input {part}": x.expand(rows) if x.ndim == 0 else x for part, x in _parts(call.a).items()}
-    weight = {f"weight {part}".strip(): x for part, x in _parts(call.weight).items()}
+    internals = {f"input {part}": x.expand(rows) if x.ndim == 0 else x for part, x in parts(call.a).items()}
+    weight = {f"weight {part}".strip(): x for part, x in call.weight.items()}
     out = round_once(call.out, dtype) if call.out.dtype == torch.float64 else call.out.to(dtype)
     if layout_N is not None:
         out = out[:, layout_N]
-        weight = {name: x[layout_N] if x.ndim == 2 else x for name, x in weight.items()}
+        weight = {name: x[layout_N] if x.ndim == 1 else x for name, x in weight.items()}
     if isinstance(call.a, Tensor):
         internals = {}  # the input itself
     return OpCall(call.op, {"x": call.x}, {"y": out}, internals, {"input operand": call.how, **weight})
-
-
-def _parts(operand: Tensor | QTensor) -> dict[str, Tensor]:
-    """Outer scale, block scales, codes: in the order in which one decides the next. A plain tensor has no parts."""
-    if isinstance(operand, Tensor):
-        return {"": operand}
-    named = (("outer scale", operand.amax), ("block scales", operand.block_scale), ("codes", operand.codes))
-    return {name: part for name, part in named if part is not None}
 
 
 def _add(trace: dict[str, Observed], module: str, call: OpCall, rows: Rows, tokens: int) -> None:

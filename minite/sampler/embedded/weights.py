@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from minite.backends.base import Backend
+from minite.backends.base import Backend, Operand
 from minite.backends.refresh import refreshed
 from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.schema import ModelConfig
@@ -56,6 +56,10 @@ class Linear:
 
         Once per weight version.
         """
+        self.prepared = refreshed(self.prepared, backend.prepare(self.operand(), decode=True))
+
+    def operand(self) -> Operand:
+        """The loaded weight, [N, K] or [E, N, K]."""
         parts = dict(self.buffers)
         if "weight_amax" in parts:
             amax_EM = parts["weight_amax"]
@@ -65,9 +69,7 @@ class Linear:
             parts["weight_amax"] = amax_EM[:, 0]
         if not self.grouped:
             parts = {suffix: part[0] for suffix, part in parts.items()}
-        quantized = self.weight_operand != "bf16"
-        weight = from_parts(self.weight_operand, parts) if quantized else parts["weight"]
-        self.prepared = refreshed(self.prepared, backend.prepare(weight, decode=True))
+        return from_parts(self.weight_operand, parts) if self.weight_operand != "bf16" else parts["weight"]
 
 
 class Weights:

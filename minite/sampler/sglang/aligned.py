@@ -2,7 +2,7 @@
 
 SGLang's own norms, rotary embedding and activations round elsewhere; FP4 codes turn such last bits into whole steps.
 Each function is a hook around one of SGLang's and passes the call on where no aligned plan is in use. Attention is
-ours on a CPU only; on a GPU it stays SGLang's.
+ours on a CPU only; on a GPU it stays SGLang's. The hooks also note what passes while a comparison watches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from minite.backends.base import Fused
 from minite.layers import ops
 from minite.sampler.sglang import inside
+from minite.sampler.sglang.watching import Watch
 
 Original = Callable[..., Any]
 
@@ -26,6 +27,12 @@ def active() -> bool:
     return state is not None and state.plan.alignment == "aligned"
 
 
+def watch() -> Watch | None:
+    """Where to note what passes, while somebody watches this process (watching.py)."""
+    state = inside.current()
+    return None if state is None else state.watch
+
+
 def fused() -> Fused | None:
     """The fused kernels of this process's backend."""
     state = inside.current()
@@ -34,11 +41,16 @@ def fused() -> Fused | None:
 
 def rms_norm(sglangs: Original, norm: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """Around RMSNorm.forward: x, or x + residual, normalised; in the second case the sum too, rounded before use."""
-    if not active():
-        return sglangs(norm, x, residual, *args, **kwargs)
-    total = x if residual is None else x + residual
-    out = ops.rms_norm(total, norm.weight, norm.variance_epsilon, strict=False, fused=fused())
-    return out if residual is None else (out, total)
+    if active():
+        total = x if residual is None else x + residual
+        out = ops.rms_norm(total, norm.weight, norm.variance_epsilon, strict=False, fused=fused())
+        answer = out if residual is None else (out, total)
+    else:
+        answer = sglangs(norm, x, residual, *args, **kwargs)
+    if (seen := watch()) is not None:
+        out, total = (answer, x) if residual is None else answer
+        seen.op("rms_norm", out, total, norm.weight, norm.variance_epsilon)
+    return answer
 
 
 def qk_norm(
@@ -46,20 +58,39 @@ def qk_norm(
 ) -> Any:
     """Around apply_qk_norm: every head of [T, heads * D] by itself."""
     if not active():
-        return sglangs(q, k, q_norm, k_norm, head_dim, *args, **kwargs)
+        if (seen := watch()) is None:
+            return sglangs(q, k, q_norm, k_norm, head_dim, *args, **kwargs)
+        before = (q.clone(), k.clone())  # they may be overwritten
+        with seen.muted():
+            after = sglangs(q, k, q_norm, k_norm, head_dim, *args, **kwargs)
+        for x, y, norm in zip(before, after, (q_norm, k_norm), strict=True):
+            seen.op("rms_norm", y, x, norm.weight, norm.variance_epsilon)
+        return after
     return tuple(norm(x.reshape(-1, head_dim)).view(x.shape) for x, norm in ((q, q_norm), (k, k_norm)))
 
 
 def rope(sglangs: Original, rotary: Any, positions: Tensor, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Around RotaryEmbedding.forward, q and k [T, heads * D]. The tables are FP32, one row per position."""
+    seen, size = watch(), rotary.head_size
     if not active():
-        return sglangs(rotary, positions, q, k, *args, **kwargs)
+        if seen is None:
+            return sglangs(rotary, positions, q, k, *args, **kwargs)
+        before = (q.clone(), k.clone())
+        after = sglangs(rotary, positions, q, k, *args, **kwargs)
+        cos, sin = rotary.cos_sin_cache[positions.flatten()].float().chunk(2, dim=-1)
+        for x, y in zip(before, after, strict=True):
+            seen.op("apply_rope", y.reshape(len(cos), -1, size), x.reshape(len(cos), -1, size), cos, sin, False)
+        return after
     if not hasattr(rotary, "minite_tables"):
         every = torch.arange(rotary.max_position_embeddings, device=q.device)
-        rotary.minite_tables = ops.rope_cos_sin(every, rotary.head_size, rotary.base)
+        rotary.minite_tables = ops.rope_cos_sin(every, size, rotary.base)
     cos, sin = (table[positions.flatten()] for table in rotary.minite_tables)
-    heads = (x.reshape(len(cos), -1, rotary.head_size) for x in (q, k))
-    return tuple(ops.apply_rope(x_THD, cos, sin, strict=False).flatten(1) for x_THD in heads)
+    rotated = []
+    for x_THD in (x.reshape(len(cos), -1, size) for x in (q, k)):
+        rotated.append(ops.apply_rope(x_THD, cos, sin, strict=False))
+        if seen is not None:
+            seen.op("apply_rope", rotated[-1], x_THD, cos, sin, False)
+    return tuple(y_THD.flatten(1) for y_THD in rotated)
 
 
 def no_fused_kv_write(sglangs: Original, *args: Any, **kwargs: Any) -> Any:
@@ -69,15 +100,41 @@ def no_fused_kv_write(sglangs: Original, *args: Any, **kwargs: Any) -> Any:
 
 def swiglu(sglangs: Original, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Around SiluAndMul.forward."""
-    return ops.swiglu(x, strict=False, fused=fused()) if active() else sglangs(module, x, *args, **kwargs)
+    out = ops.swiglu(x, strict=False, fused=fused()) if active() else sglangs(module, x, *args, **kwargs)
+    if (seen := watch()) is not None:
+        seen.op("swiglu", out, x)
+    return out
 
 
 def lm_head(sglangs: Original, processor: Any, x_MK: Tensor, head: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Around LogitsProcessor._compute_lm_head: FP32 logits from the operands as they are, where the plan wants FP32."""
     state = inside.current()
     if state is None or not active() or state.plan.lm_head_dtype != "fp32":
-        return sglangs(processor, x_MK, head, *args, **kwargs)
-    return ops.wide_linear(x_MK, head.weight, strict=False, fused=fused())
+        logits_MV = sglangs(processor, x_MK, head, *args, **kwargs)
+    else:
+        logits_MV = ops.wide_linear(x_MK, head.weight, strict=False, fused=fused())
+    if state is not None and state.watch is not None:
+        words = state.plan.model["vocab_size"]  # SGLang pads them
+        state.watch.op("wide_linear", logits_MV[:, :words], x_MK, head.weight[:words])
+    return logits_MV
+
+
+def attention(sglangs: Original, module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Around RadixAttention.forward, to note it: q [T, heads * D], and keys and values as the cache holds them."""
+    out = sglangs(module, q, k, v, *args, **kwargs)
+    if (seen := watch()) is not None:
+        seen.attention(module.layer_id, q.reshape(len(q), -1, module.head_dim), out)
+    return out
+
+
+def forward(sglangs: Original, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ModelRunner.forward, to watch it."""
+    seen = watch()
+    return (
+        sglangs(runner, batch, *args, **kwargs)
+        if seen is None
+        else seen.forward(sglangs, runner, batch, *args, **kwargs)
+    )
 
 
 def extend(

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minite.backends.recording import Call
 from minite.backends.registry import get_backend
 from minite.config import env
 from minite.config.plan import PrecisionPlan
@@ -29,7 +28,8 @@ from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
-from minite.sampler.sglang.wire import DISK, RECORD, VERSION
+from minite.sampler.sglang.watching import RequestPass
+from minite.sampler.sglang.wire import DISK, VERSION, WATCH
 from minite.sync import disk
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
@@ -216,15 +216,20 @@ class SglangEngine:
         return seconds | {"transfer": seconds["transfer"] - sum(phases.values())} | phases
 
     @contextmanager
-    def recording(self) -> Iterator[list[Call]]:
-        """Note what the scheduler's quantizers are given and make within the block (backends/recording.py)."""
-        calls: list[Call] = []
+    def watched(self) -> Iterator[list[RequestPass]]:
+        """Within the block the scheduler computes step by step, without CUDA graphs and fused expert kernels, and
+        notes every operation; afterwards its passes are in the list. UserError for more than one process."""
+        if self.config.sampler.tensor_parallel > 1:
+            raise UserError("watching SGLang needs one process; add -o sampler.tensor_parallel=1")
+        passes: list[RequestPass] = []
         with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:
-            self._tell({RECORD: text("")})
-            yield calls
-            path = Path(folder) / "calls.pt"
-            self._tell({RECORD: text(str(path))})
-            calls += torch.load(path)
+            path = Path(folder) / "passes.pt"
+            self._tell({WATCH: text("")})
+            try:
+                yield passes
+            finally:
+                self._tell({WATCH: text(str(path))})
+            passes += torch.load(path, weights_only=False)  # written a moment ago, by our own scheduler
 
     def _tell(self, message: Mapping[str, Tensor]) -> None:
         """A message outside of a weight update; SGLang has one way in for tensors."""

@@ -9,6 +9,7 @@ from minite.backends.base import Backend
 from minite.layers import ops
 from minite.layers.matmul import AmaxReduction, quantize_reduced
 from minite.sampler.embedded.weights import Linear
+from minite.sampler.sglang.watching import Watch
 
 
 def forward(
@@ -19,6 +20,7 @@ def forward(
     logits_TE: Tensor,
     expert_Tk: Tensor,
     reduce_amax: AmaxReduction | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     """sum over a token's experts of probability * expert(x). -> [T, H], the dtype of x.
 
@@ -38,14 +40,21 @@ def forward(
             return fused_TH
     expert_Tk, order_Tk = expert_Tk.sort(dim=-1)
     prob_Tk = prob_Tk.gather(-1, order_Tk)
+    if watch is not None:
+        watch.op("route_topk", (prob_Tk, expert_Tk), logits_TE)
     slot_R = expert_Tk.flatten().argsort(stable=True)  # row -> (token, choice), sorted by expert
     rows_E = (expert_Tk.flatten()[:, None] == torch.arange(num_experts, device=x_TH.device)).sum(0)
     h_RK = _gemm(backend, gate_up, x_TH[slot_R // k], rows_E)
-    y_RH = _gemm(backend, down, ops.swiglu(h_RK, strict=False), rows_E, reduce_amax)
+    act_RK = ops.swiglu(h_RK, strict=False)
+    if watch is not None:
+        watch.op("swiglu", act_RK, h_RK)
+    y_RH = _gemm(backend, down, act_RK, rows_E, reduce_amax)
     y_TkH = torch.empty_like(y_RH).index_copy_(0, slot_R, y_RH).view(tokens, k, -1)
     out_TH = torch.zeros(tokens, y_RH.shape[1], dtype=torch.float32, device=x_TH.device)
     for choice in range(k):
         out_TH = out_TH + y_TkH[:, choice].float() * prob_Tk[:, choice, None].float()
+    if watch is not None:
+        watch.op("moe_combine", out_TH.to(x_TH.dtype), y_RH, prob_Tk.flatten()[slot_R])
     return out_TH.to(x_TH.dtype)
 
 

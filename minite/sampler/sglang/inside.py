@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minite.backends.recording import Recording
 from minite.backends.registry import get_backend
 from minite.config.plan import PrecisionPlan
 from minite.config.schema import ModelConfig
@@ -25,7 +24,8 @@ from minite.sampler.embedded.weights import Linear
 from minite.sampler.sglang.names import operands
 from minite.sampler.sglang.ranks import Ranks
 from minite.sampler.sglang.shards import ShardedWeights
-from minite.sampler.sglang.wire import DISK, RECORD, UNQUANTIZED, VERSION
+from minite.sampler.sglang.watching import Watch
+from minite.sampler.sglang.wire import DISK, UNQUANTIZED, VERSION, WATCH
 from minite.sync import disk
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
@@ -50,6 +50,7 @@ class Inside:
         self.fault: str | None = None
         self._packer: Packer | None = None  # quantizes what the update under way brings in the model's dtype
         self.updates = 0
+        self.watch: Watch | None = None
         self.clock = Clock(self.device)  # of the last update
 
     def linear(self, module: str, names: Iterable[str]) -> Linear:
@@ -69,8 +70,8 @@ class Inside:
     def receive(self, model: nn.Module, flat: Mapping[str, Tensor]) -> None:
         """Take one message of an update: the version that opens it, tensors, the manifest that ends it."""
         named = from_wire(unflatten(flat))
-        if RECORD in named:
-            self._record(_word(named[RECORD]))
+        if WATCH in named:
+            self._watch(_word(named[WATCH]))
             return
         if DISK in named:
             self._read(_word(named[DISK]))
@@ -163,13 +164,15 @@ class Inside:
             self.digest = digest
             self.updates += 1
 
-    def _record(self, path: str) -> None:
-        """Start to note quantizer calls, or, with a path, write down what was noted and stop."""
-        if isinstance(self.backend, Recording):
-            self.backend.save(path)
-            self.backend = self.backend.inner
+    def _watch(self, path: str) -> None:
+        """Start to note every operation; with a path, write down what was noted and stop."""
+        if self.watch is None:
+            self.watch = Watch(self.backend, self.weights.linears)
+            self.backend = self.watch.backend
         else:
-            self.backend = Recording(self.backend)
+            self.backend = self.watch.inner
+            self.watch.end(path)
+            self.watch = None
 
     def prepare(self) -> None:
         """Bring new weights into the form that GEMMs read, in the memory that CUDA graphs have recorded."""

@@ -118,7 +118,8 @@ class ExpertsMethod(FusedMoEMethodBase):
     def apply(self, layer: nn.Module, dispatch_output: Any) -> StandardCombineInput:
         x_TH, topk = dispatch_output.hidden_states, dispatch_output.topk_output
         logits_TE, expert_Tk = topk.router_logits, topk.topk_ids
-        y_TH = forward_experts(self.state.backend, *self.linears, x_TH, logits_TE, expert_Tk, self.reduce_amax)
+        watch = self.state.watch
+        y_TH = forward_experts(self.state.backend, *self.linears, x_TH, logits_TE, expert_Tk, self.reduce_amax, watch)
         return StandardCombineInput(hidden_states=y_TH)
 
 
@@ -129,4 +130,7 @@ class RouterMethod(UnquantizedLinearMethod):
         self.state = state
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ops.wide_linear(x, layer.weight, strict=False, fused=self.state.backend.fused)
+        logits_TE = ops.wide_linear(x, layer.weight, strict=False, fused=self.state.backend.fused)
+        if self.state.watch is not None:
+            self.state.watch.op("wide_linear", logits_TE, x, layer.weight)
+        return logits_TE

@@ -38,6 +38,8 @@ def hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
         (f"{native}._run_sdpa_forward_decode", HookType.AROUND, aligned.decode),
     ]
     return [
+        ("model_executor.model_runner.ModelRunner.forward", HookType.AROUND, aligned.forward),
+        ("layers.radix_attention.RadixAttention.forward", HookType.AROUND, aligned.attention),
         ("managers.scheduler.Scheduler.get_internal_state", HookType.AFTER, add_proof),
         ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", HookType.AFTER, draw.add_seeds),
         ("layers.sampler.Sampler.forward", HookType.AROUND, draw.draw),

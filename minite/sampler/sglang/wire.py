@@ -4,4 +4,4 @@ storage that crosses a process border costs a file descriptor (CPU) or an IPC ha
 VERSION = "#version"  # key of the tensor that opens an update: the WeightVersion as JSON
 UNQUANTIZED = "#unquantized"  # beside VERSION: tensors come in the model's dtype, to be quantized on arrival
 DISK = "#disk"  # key of the tensor that has schedulers read all weights of an update from a directory
-RECORD = "#record"  # key of the tensor that starts (empty) or ends (a path) the record of quantizer calls
+WATCH = "#watch"  # key of the tensor that starts (empty) or ends (a path) the record of what passes through a scheduler
