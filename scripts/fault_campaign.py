@@ -1,4 +1,4 @@
-"""Runs that are hurt at random times and must end as if they had not been: fault_campaign.py OUT
+"""Runs that are hurt at random times and must end as if they had not been: fault_campaign.py --out OUT
 
 Every run is a `minite train` of its own, with its own Ray, on the tiny recipe fault_campaign.yaml. Each fault comes
 once a run, at a random step. Every second run leaves out the reward function's faults: its metrics must then equal,
@@ -35,7 +35,8 @@ class Campaign:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out, self.stop = args, args.out.resolve(), threading.Event()
         self.faults = [FAULTS[name] for name in args.faults] if args.faults else list(FAULTS.values())
-        self.settings = [f"driver.steps={args.steps}", f"driver.timeout={args.timeout:g}"]
+        devices = [f"{role}.device={args.device}" for role in ("learner", "sampler")]
+        self.settings = [f"driver.steps={args.steps}", f"driver.timeout={args.timeout:g}", *devices]
         self.file = self.out / "results.jsonl"
         self.out.mkdir(parents=True, exist_ok=True)
         self.results = {r["run"]: r for r in map(json.loads, self._read()) if r["done"] and r["steps"] == args.steps}
@@ -76,6 +77,7 @@ class Campaign:
                     break
                 result["faults"].append({"fault": fault.name, "step": run.step(), "survived": False})
                 result["faults"][-1] |= {"seconds": _inject(run, fault, self.args.steps), "survived": True}
+                print(f"run {number}: step {run.step()}, {fault.name}: outlived", flush=True)
             code = run.wait_for_end()
             result["problems"] += (
                 [f"exit code {code}"] if code else problems(run, self.args.steps, reference if whole else None)
@@ -161,13 +163,14 @@ def table(results: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     words = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
-    parser.add_argument("out", type=Path, help="directory of results, logs and runs")
+    parser.add_argument("--out", type=Path, required=True, help="directory of results, logs and runs")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=500, help="of each run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each wants two cores and 3 GB")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long with what there is")
     parser.add_argument("--timeout", type=float, default=60.0, help="driver.timeout, after which a process hangs [s]")
     parser.add_argument("--patience", type=float, default=400.0, help="longest wait for the next step [s]")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of learner and sampler")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="NAME", help=f"of: {', '.join(FAULTS)}")
     parser.add_argument("--seed", type=int, default=0, help="of the times")
     campaign = Campaign(parser.parse_args(argv))

@@ -42,7 +42,7 @@ class Running:
         self._start("train", str(ROOT / "scripts" / "fault_campaign.yaml"), "--run-dir", "run", *options)
 
     def _start(self, *arguments: str) -> None:
-        paths = [str(ROOT), str(ROOT / "scripts")]
+        paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
         changes = {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",

@@ -64,12 +64,28 @@ def test_a_second_call_does_what_is_left_and_a_stopped_run_again(
 
     monkeypatch.setattr(fault_campaign.Campaign, "one", one)
     monkeypatch.setattr(fault_campaign.Campaign, "reference", lambda self: [])
-    arguments = [str(tmp_path), "--runs", "3", "--steps", str(STEPS)]
+    arguments = ["--out", str(tmp_path), "--runs", "3", "--steps", str(STEPS)]
     assert fault_campaign.main(arguments) == 0 and sorted(asked) == [0, 1, 2]
     assert "2 of 2 finished runs ended well; 1 stopped before their end" in capsys.readouterr().out
     assert fault_campaign.main(arguments) == 0 and asked[3:] == [1]
     assert "3 of 3 finished runs ended well; 0 stopped" in capsys.readouterr().out
     assert fault_campaign.main([*arguments, "--minutes", "0"]) == 0 and asked[4:] == []
+
+
+def test_a_run_finds_the_packages_and_the_device_of_the_campaign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fault_campaign
+    import fault_run
+
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(fault_run.subprocess, "Popen", lambda command, env, **_: started.append((command, env)))
+    monkeypatch.setattr(fault_campaign.Campaign, "go", lambda self: fault_run.Running(self.out, self.settings, 1, None))
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    assert fault_campaign.main(["--out", str(tmp_path / "out"), "--device", "cuda"]) == 0
+    ((command, environment),) = started
+    assert environment["PYTHONPATH"].split(":")[-1] == "/packages"
+    assert {"learner.device=cuda", "sampler.device=cuda"} < set(command)
 
 
 @pytest.fixture
