@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minite.backends.cutlass.checks import check_sizes, check_tensor
-from minite.backends.cutlass.library import GemmCall, QuantizeCall, ScalesCall, for_device
+from minite.backends.cutlass.library import GemmCall, Library, QuantizeCall, ScalesCall, for_device
 from minite.errors import UserError
 from minite.formats import layout
 
@@ -173,12 +173,16 @@ def gemm(
         multiprocessors=torch.cuda.get_device_properties(a.device).multi_processor_count,
         alpha=alpha,
     )
-    grouped = offsets is not None
+    launch(library, call, a, grouped=offsets is not None)
+    return out
+
+
+def launch(library: Library, call: GemmCall, a: Tensor, *, grouped: bool) -> None:
+    """Enqueue a product on the device of its operand a, with the workspace that it asks for."""
     workspace = a.new_empty(library.workspace(call, grouped=grouped), dtype=torch.uint8)
     call.workspace, call.workspace_bytes = workspace.data_ptr(), workspace.numel()
     with torch.cuda.device(a.device):
         library.gemm(call, grouped=grouped)
-    return out
 
 
 @gemm.register_fake

@@ -89,10 +89,7 @@ def wgrad(
         alpha=alpha,
         over_columns=1,
     )
-    workspace = a.new_empty(library.workspace(call, grouped=True), dtype=torch.uint8)
-    call.workspace, call.workspace_bytes = workspace.data_ptr(), workspace.numel()
-    with torch.cuda.device(a.device):
-        library.gemm(call, grouped=True)
+    ops.launch(library, call, a, grouped=True)
     return out
 
 

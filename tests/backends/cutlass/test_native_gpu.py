@@ -11,8 +11,7 @@ from cases import EDGE_INPUTS, normal, seeded
 from tolerances import assert_same_bytes, gemm_bound
 from torch import Tensor
 
-from minite.backends.cutlass import expert_rows, library, ops
-from minite.errors import UserError
+from minite.backends.cutlass import expert_rows, ops
 from minite.formats import QTensor, block_scaled, layout, nvfp4
 from minite.formats.nvfp4 import OUTER_MAX
 from minite.layers import moe
@@ -24,14 +23,6 @@ INPUTS = {"normal": lambda m, k, dtype: normal(m, k, seed=10, dtype=dtype), **ED
 # one block; a lane with one, two, four blocks, some idle; more than a warp keeps; padded scale columns
 SHAPES_MK = [(8, 64), (33, 80), (16, 768), (130, 2048), (5, 1040), (3, 2064), (2, 8192)]
 ROWS = ([3, 0, 40, 1, 0], [0, 0, 0, 0, 7], [300, 0, 129, 128, 1], [0, 700, 0, 0, 0])
-
-
-@pytest.fixture(scope="module")
-def architecture() -> int:
-    try:
-        return library.for_device(torch.device("cuda", torch.cuda.current_device())).architecture
-    except UserError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)

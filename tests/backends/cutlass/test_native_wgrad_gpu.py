@@ -11,21 +11,12 @@ from cases import normal
 from tolerances import assert_same_bytes, gemm_bound
 from torch import Tensor
 
-from minite.backends.cutlass import library, wgrad
-from minite.errors import UserError
+from minite.backends.cutlass import wgrad
 from minite.formats import QTensor, block_scaled, layout, nvfp4
 from minite.formats.nvfp4 import OUTER_MAX
 
 pytestmark = pytest.mark.gpu
 RUNS = ([64], [64, 192, 64, 128], [64] * 5, [1024, 64, 64, 576])
-
-
-@pytest.fixture(scope="module")
-def architecture() -> int:
-    try:
-        return library.for_device(torch.device("cuda", torch.cuda.current_device())).architecture
-    except UserError as error:
-        pytest.skip(str(error))
 
 
 def gradient(architecture: int, a: QTensor, b: QTensor, columns_E: list[int], dtype: torch.dtype) -> Tensor:
