@@ -3,8 +3,9 @@
     python scripts/triage_evidence.py --out DIR [--seeds 5] [--corrections none,tis,icepop,triage]
         [--precisions unaligned,aligned] [--steps N] [--jobs N] [--seconds S] [-o section.key=value ...]
 
-Learner and sampler of a run share one process and one core; nothing imports Ray. All runs of seed 0 come first, then
-those of seed 1, and so on. A precision without a mismatch is run without a correction only: there is no gap to correct.
+Learner and sampler of a run share one process and one core; nothing imports Ray. All runs of the first seed come
+before those of the next, and so on. A precision without a mismatch is run without a correction only: it has no gap to
+correct.
 Every 25 steps a run appends a line of half a kilobyte to DIR/results.jsonl, so that a kill loses little;
 scripts/triage_table.py reads what is there. Runs with their checkpoints are in --work: finished ones are not repeated,
 one that was stopped goes on from its last checkpoint.
@@ -43,7 +44,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--work", type=Path, metavar="DIR", help="runs and checkpoints (default: OUT/work)")
-    parser.add_argument("--seeds", type=int, default=5, help="paired seeds 0 .. N-1 (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of paired seeds (default: %(default)s)")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="of them; machines that share the seeds append their results.jsonl"
+    )
     parser.add_argument("--corrections", default=",".join(ARMS), help="of %(default)s")
     parser.add_argument(
         "--precisions", default="aligned,bf16,unaligned", help=f"of {','.join(PRECISIONS)} (default: %(default)s)"
@@ -90,7 +94,7 @@ def make_jobs(args: argparse.Namespace) -> list:
     return [
         Job(precision, arm, seed, args.steps, args.sync_every, args.checkpoint_every,
             work / precision / arm / f"seed{seed}", args.out / RESULTS, data, overrides)
-        for seed in range(args.seeds) for precision in precisions for arm in arms
+        for seed in range(args.first_seed, args.first_seed + args.seeds) for precision in precisions for arm in arms
         if arm == "none" or precision not in CONTROL.values()
     ]  # fmt: skip
 

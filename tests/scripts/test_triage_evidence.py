@@ -107,12 +107,12 @@ def test_seeds_come_one_after_the_other_and_controls_have_no_correction(tmp_path
     from triage_evidence import make_jobs
 
     args = SimpleNamespace(
-        out=tmp_path, work=None, corrections="none,triage", precisions="aligned,unaligned", seeds=2, steps=5,
-        sync_every=1, checkpoint_every=1, device="cpu", overrides=[],
+        out=tmp_path, work=None, corrections="none,triage", precisions="aligned,unaligned", first_seed=3, seeds=2,
+        steps=5, sync_every=1, checkpoint_every=1, device="cpu", overrides=[],
     )  # fmt: skip
     names = [job.name for job in make_jobs(args)]
-    first = ["aligned/none/seed0", "unaligned/none/seed0", "unaligned/triage/seed0"]
-    assert names == first + [name.replace("seed0", "seed1") for name in first]
+    first = ["aligned/none/seed3", "unaligned/none/seed3", "unaligned/triage/seed3"]
+    assert names == first + [name.replace("seed3", "seed4") for name in first]
 
 
 def test_the_runs_import_no_ray() -> None:
