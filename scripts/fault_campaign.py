@@ -20,7 +20,7 @@ import statistics
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ class Campaign:
         lines: list[dict[str, Any]] = json.loads(kept.read_text())
         return lines
 
-    def one(self, number: int, reference: list[dict[str, Any]]) -> dict[str, Any]:
-        """A run with its faults, and its line of results."""
+    def one(self, number: int, reference: Future[list[dict[str, Any]]]) -> dict[str, Any]:
+        """A run with its faults, and its line of results. Waits for the reference where it needs it: at the end."""
         rng = random.Random(1000 * self.args.seed + number)
         whole = number % 2 == 0
         chosen = [f for f in self.faults if f.same_numbers or not whole]
@@ -80,7 +80,7 @@ class Campaign:
                 print(f"run {number}: step {run.step()}, {fault.name}: outlived", flush=True)
             code = run.wait_for_end()
             result["problems"] += (
-                [f"exit code {code}"] if code else problems(run, self.args.steps, reference if whole else None)
+                [f"exit code {code}"] if code else problems(run, self.args.steps, reference.result() if whole else None)
             )
             result["done"] = True
         except Stopped:
@@ -101,9 +101,11 @@ class Campaign:
         timer.daemon = True
         timer.start()
         try:
-            reference = self.reference()
             left = [i for i in range(self.args.runs) if i not in self.results]
+            if not left:
+                return
             with ThreadPoolExecutor(self.args.jobs) as pool:
+                reference = pool.submit(self.reference)
                 waiting = [pool.submit(self._unless_stopped, i, reference) for i in left]
                 try:
                     for future in as_completed(waiting):
@@ -112,10 +114,13 @@ class Campaign:
                     self.stop.set()
                     for future in waiting:
                         self._keep(future.result())
+                except SystemExit:  # the reference failed
+                    self.stop.set()
+                    raise
         except (KeyboardInterrupt, Stopped):
             self.stop.set()
 
-    def _unless_stopped(self, number: int, reference: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _unless_stopped(self, number: int, reference: Future[list[dict[str, Any]]]) -> dict[str, Any] | None:
         return None if self.stop.is_set() else self.one(number, reference)
 
     def _keep(self, result: dict[str, Any] | None) -> None:
