@@ -1,4 +1,5 @@
-"""Rewards. A recipe's own function runs in a process of its own, which is ended when it hangs and made anew."""
+"""Rewards. A recipe's own function, and the scorers of reasoning_gym, run in a process of their own, which is ended
+when it hangs and made anew."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ import time
 from typing import Any
 
 from minite.config.schema import DataConfig
-from minite.driver import reward_process
+from minite.driver import reasoning, reward_process
 from minite.driver.data import Example, score
 from minite.errors import UserError
 
 START_SECONDS = 120.0  # for the imports of a reward function
+SERVED = "minite.driver.reasoning_served.score"  # by its name: importing it here would import reasoning_gym
 
 
 class BadReward(Exception):
@@ -24,23 +26,39 @@ class BadReward(Exception):
 
 
 class Scorer:
-    """``data.reward`` as a function. Raises UserError when it cannot be imported."""
+    """``data.reward`` as a function. Raises UserError when it cannot be imported.
+
+    ``ended``: answers over which the task's own scorer hung or died, since it was last set to 0. They are wrong ones,
+    for a model must not gain by them, and no fault of the run, for which BadReward stands.
+    """
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
-        if config.reward != "task":
+        self._of_task = config.reward == "task"
+        self._function = config.reward
+        if self._of_task and config.kind == "reasoning_gym":
+            self._function = SERVED
+        self.ended = 0
+        if self._function != "task":
             self._start()
 
     def __call__(self, example: Example, response: str) -> float:
         """The reward of a response that has ended, a finite number. Raises BadReward."""
-        if self._config.reward == "task":
+        if self._function == "task":
             return score(example, response)
         if self._process is None:
             self._start()
-        question = json.dumps({"response": response, "answer": example.answer}) + "\n"
-        got = self._ask(question.encode(), self._config.reward_timeout)
+        read = reasoning.packed(example.entry) if self._of_task and example.entry else example.answer
+        question = json.dumps({"response": response, "answer": read}) + "\n"
+        try:
+            got = self._ask(question.encode(), self._config.reward_timeout)
+        except BadReward:
+            if not self._of_task:
+                raise
+            self.ended += 1
+            return 0.0
         if "error" in got:
             raise BadReward(got["error"])
         if not math.isfinite(got["reward"]):
@@ -55,7 +73,7 @@ class Scorer:
             self._process, self._unread = None, b""
 
     def _start(self) -> None:
-        name = self._config.reward
+        name = self._function
         self._process = subprocess.Popen(
             [sys.executable, "-P", reward_process.__file__, name, os.getcwd()],
             stdin=subprocess.PIPE,

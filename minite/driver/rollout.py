@@ -89,7 +89,7 @@ class Rollouts:
                 self._bad_reward(example, error)
                 bad += 1
         measured = {"accuracy/heldout": sum(scores) / len(scores)} if scores else {}
-        return measured | ({"reward/failed_heldout": float(bad)} if bad else {})
+        return measured | ({"reward/failed_heldout": float(bad)} if bad else {}) | self._ended("reward/ended_heldout")
 
     def _start(self, count: int) -> list[Share]:
         prompts = self._stream.take(count)
@@ -122,7 +122,12 @@ class Rollouts:
         responses = [c for g in groups for c in g.completions]
         metrics["response/length_mean"] = sum(len(c.tokens) for c in responses) / len(responses)
         metrics["response/cut_frac"] = sum(c.finish_reason == "length" for c in responses) / len(responses)
-        return Rollout(batch, metrics)
+        return Rollout(batch, metrics | self._ended("reward/ended"))
+
+    def _ended(self, key: str) -> dict[str, float]:
+        """How many answers the task's own scorer did not outlive, when there was one."""
+        ended, self._reward.ended = self._reward.ended, 0
+        return {key: float(ended)} if ended else {}
 
     def _collect(self, draft: list[Share]) -> None:
         for share in draft:

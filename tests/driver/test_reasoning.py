@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
+import inspect
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from minite.config.schema import DataConfig
 from minite.driver import reasoning
 from minite.driver.data import TASKS, Example, score
+from minite.driver.reward import Scorer
 from minite.errors import UserError
 
 DATA = DataConfig(
@@ -38,7 +41,8 @@ def test_every_answer_of_a_task_has_full_marks_and_others_what_its_scorer_says(e
 def test_questions_are_the_same_each_time_and_each_there_once(examples: list[Example]) -> None:
     again = TASKS["reasoning_gym"](DATA)
     assert again == examples and len({e.prompt for e in examples}) == len(examples)
-    assert score(pickle.loads(pickle.dumps(examples[0])), examples[0].answer) == 1.0  # a checkpoint may hold it
+    for example in examples:
+        assert example.entry and reasoning.unpacked(reasoning.packed(example.entry)) == example.entry
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,7 @@ def test_questions_are_the_same_each_time_and_each_there_once(examples: list[Exa
         ({"chain_sm": {}}, "reasoning_gym has no 'chain_sm'; nearest is 'chain_sum'"),
         ({"chain_sum": {"terms": 2}}, "data.tasks.chain_sum: .*unexpected keyword argument 'terms'"),
         ({"string_insertion": {}}, "runs a model's answer as Python"),
+        ({"n_queens": {}}, "runs a model's answer as Python"),
         ({"chain_sum": {"min_terms": 0}}, "data.tasks.chain_sum: min_terms must be positive"),
     ],
 )
@@ -58,6 +63,51 @@ def test_what_does_not_exist_is_told(examples: list[Example], tasks: dict, expec
 def test_an_answer_that_a_scorer_cannot_parse_is_wrong(examples: list[Example]) -> None:
     entry = reasoning.questions(replace(DATA, tasks={"prime_factorization": {}}))[0]
     assert reasoning.score(entry, "2 and 3") < 1.0
+
+
+def test_scorers_that_evaluate_an_answer_are_all_known(examples: list[Example]) -> None:
+    """A new version of the package may have more of them."""
+    from reasoning_gym.factory import DATASETS
+
+    bodies = {name: inspect.getsource(made.score_answer) for name, (made, _) in DATASETS.items()}
+    evals = {name for name, body in bodies.items() if "eval(answer" in body}
+    parses = {name for name, body in bodies.items() if "parse_expr(answer" in body}
+    assert evals == reasoning.RUNS_ANSWERS and parses == reasoning.PARSES_ANSWERS
+
+
+@pytest.mark.parametrize("task", sorted(reasoning.PARSES_ANSWERS))
+def test_only_formulas_reach_sympy(examples: list[Example], task: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    entries = reasoning.questions(replace(DATA, tasks={task: {}}, questions=25))
+    assert all(reasoning._FORMULA.fullmatch(e["answer"]) for e in entries)
+    for code in ("open('ran', 'w').write('x')", "(1).__class__", "S('1')", "exec(1)", "[1 for x in 'a']"):
+        assert reasoning.score(entries[0], code) == 0.0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def countdown(examples: list[Example]) -> Iterator[tuple[Scorer, Example]]:
+    data = replace(DATA, tasks={"countdown": {}}, questions=1, reward_timeout=2.0)
+    scorer = Scorer(data)
+    yield scorer, TASKS["reasoning_gym"](data)[0]
+    scorer.close()
+
+
+def test_an_answer_that_never_ends_is_wrong_and_the_next_is_scored(countdown: tuple[Scorer, Example]) -> None:
+    scorer, example = countdown
+    assert scorer(example, f"<answer>{example.answer}</answer>") == 1.0
+    started = time.monotonic()
+    assert scorer(example, "9**9**9**9") == 0.0 and scorer.ended == 1
+    assert time.monotonic() - started < 30
+    assert scorer(example, example.answer) == 1.0 and scorer.ended == 1
+
+
+def test_a_function_of_the_recipe_is_given_the_answer(examples: list[Example], tmp_path, monkeypatch) -> None:
+    (tmp_path / "same_text.py").write_text("def score(response, answer):\n    return response == answer\n")
+    monkeypatch.chdir(tmp_path)
+    scorer = Scorer(replace(DATA, reward="same_text.score"))
+    assert scorer(examples[0], examples[0].answer) == 1.0
+    scorer.close()
 
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
