@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from minite.config import RunConfig
 from minite.evaluation.compare import interval, paired_difference
 from minite.evaluation.outcome import Outcome, Tell
 from minite.evaluation.subject import load
-from minite.evaluation.tasks import find
+from minite.evaluation.tasks import Task, find
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,18 @@ def evaluate(
     base: dict[str, Outcome] = {}
     for i, config in enumerate(configs, 1):
         tell(f"{config.name} ({i} of {len(configs)}): loading {checkpoint}")
-        subject = load(checkpoint, config)
-        for name, task in tasks.items():
-            outcome = task(subject, tell)
-            results.append(Result(name, config.name, subject.engine.plan.digest, outcome, base.get(name)))
-            base.setdefault(name, outcome)
+        results += _on_one(checkpoint, config, tasks, base, tell)
+        base = base or {result.task: result.outcome for result in results}
     return results
+
+
+def _on_one(
+    checkpoint: Path, config: RunConfig, tasks: Mapping[str, Task], base: Mapping[str, Outcome], tell: Tell
+) -> list[Result]:
+    """Of one recipe, whose model is gone from memory on return."""
+    subject = load(checkpoint, config)
+    digest = subject.engine.plan.digest
+    return [Result(name, config.name, digest, task(subject, tell), base.get(name)) for name, task in tasks.items()]
 
 
 def table(results: Sequence[Result]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from minite.config.schema import DataConfig, ModelConfig, RunConfig, SamplerConf
 from minite.driver.data import load_task
 from minite.driver.tokenizer import CharTokenizer
 from minite.errors import UserError
+from minite.evaluation import evaluate as evaluation
 from minite.evaluation import greedy, subject, text
 from minite.evaluation.evaluate import evaluate
 from minite.evaluation.tasks import TASKS
@@ -96,6 +99,21 @@ def test_plans_change_the_value_and_pairs_are_of_the_same_windows(checkpoint, tm
     assert w4a16.outcome.value_N != w4a4.outcome.value_N
     assert again.figures()["difference_interval"] == (0.0, 0.0)
     assert len({exact.digest, w4a16.digest, w4a4.digest}) == 3 and again.digest == exact.digest
+
+
+def test_a_model_is_gone_before_the_next_is_loaded(checkpoint, tmp_path, monkeypatch):
+    loaded = []
+
+    def load(*given):
+        gc.collect()
+        assert not any(engine() for engine in loaded)
+        made = subject.load(*given)
+        loaded.append(weakref.ref(made.engine))
+        return made
+
+    monkeypatch.setattr(evaluation, "load", load)
+    evaluate(checkpoint, [config(tmp_path, checkpoint)] * 2, ["text"], quiet)
+    assert len(loaded) == 2
 
 
 def test_command(checkpoint, tmp_path, capsys):
