@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ from minite.driver.ports import free_port
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
 from minite.sampler.engine import Engine
-from minite.types import RolloutBatch
+from minite.sync.transport import Bucket
+from minite.types import RolloutBatch, WeightVersion
 
 
 class LocalLearner:
@@ -50,7 +51,10 @@ class Pair:
         """The learner's weights into the sampler, verified there."""
         exported = self.worker.export()
         assert exported is not None
-        buckets, version = exported
+        self.load(*exported)
+
+    def load(self, buckets: Sequence[Bucket], version: WeightVersion) -> None:
+        """Weights from anywhere into the sampler, verified there."""
         self.engine.begin_update(version)
         for bucket in buckets:
             self.engine.load_bucket(bucket)
