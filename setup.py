@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["minite*", "slime_plugin*"]),
-    package_data={"minite": ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"]},
+    package_data={"minite": ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.hpp", "py.typed"]},
     data_files=[
         ("share/minite/recipes", glob("recipes/*.yaml")),
         ("share/minite/recipes/base", glob("recipes/base/*.yaml")),
@@ -42,7 +42,7 @@ setup(
         "smollm2": SMOLLM2,  # scripts/smollm2.py: the pretrained test model
         "sglang": SGLANG,  # SGLang as the sampler
         # slime itself comes from its repository: the package of that name elsewhere is unrelated
-        "slime": [*SGLANG, "math-verify>=0.9"],
+        "slime": [*SGLANG, "math-verify>=0.9", "requests>=2.31"],
         "reasoning": ["reasoning-gym>=0.1.20"],  # data.kind reasoning_gym; brings matplotlib
         "prometheus": PROMETHEUS,  # driver.prometheus_port
         "wandb": ["wandb>=0.19"],  # driver.wandb

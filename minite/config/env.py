@@ -44,8 +44,15 @@ def wandb_is_set_up() -> bool:
 
 
 def apply_ray_env() -> None:
-    """What Ray must find before it starts on one machine: no token file is needed for a cluster on loopback."""
-    os.environ.update({"RAY_AUTH_MODE": "disabled"})
+    """What Ray must find before it starts on one machine: it and its processes listen on loopback (the variable's name
+    tells only where that is Ray's default), where no token file is needed."""
+    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
+
+
+def apply_process_group_env() -> None:
+    """What torch's process groups must find: ranks of one machine talk over loopback, unless a user named a network."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def apply_sglang_env(device: str, ranks: int = 1) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import psutil
 import ray
 import torch
+from ray._private import ray_constants
 
 from minite.backends.device import use_cuda
 from minite.config import RunConfig, env
@@ -22,6 +23,7 @@ from minite.driver import undertaker
 from minite.errors import ProcessDied, UserError
 
 STARTS = 3  # of Ray, where the machine is too busy for it
+LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory
 
 
@@ -104,7 +106,8 @@ def cluster(config: RunConfig) -> Iterator[None]:
 
 
 def _init_ray(cpus: int, folder: str) -> None:
-    """Start Ray. It gives its own processes 30 seconds to come up, fixed, which a busy machine may exceed."""
+    """Start Ray, on loopback. Its own processes get 30 seconds to come up, fixed, which a busy machine may exceed."""
+    ray_constants.ENABLE_RAY_CLUSTER = False  # as env.apply_ray_env says; Ray read the variable when it was imported
     for start in range(STARTS):
         try:
             ray.init(
@@ -116,11 +119,13 @@ def _init_ray(cpus: int, folder: str) -> None:
                 log_to_driver=False,
                 _temp_dir=folder,
             )
-            return
+            break
         except Exception as error:
             if "timed out during startup" not in str(error) or start == STARTS - 1:
                 raise
             ray.shutdown()
+    if (address := ray.util.get_node_ip_address()) != LOOPBACK:  # anybody on that network could run code here
+        raise RuntimeError(f"Ray {ray.__version__} listens on {address}, expected {LOOPBACK}")
 
 
 def _start_undertaker(folder: str, others: Sequence[psutil.Process]) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from minite.config import RunConfig
+from minite.config import RunConfig, env
 from minite.errors import UserError
 
 
@@ -25,13 +26,10 @@ def start(run_config: RunConfig, rank: int, world_size: int, address: str, port:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=2 * run_config.driver.timeout),  # the driver finds a rank that hangs, and says so
-    )
+    env.apply_process_group_env()
+    timeout = timedelta(seconds=2 * run_config.driver.timeout)  # the driver finds a rank that hangs, and says so
+    store = _store(rank, world_size, address, port, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         layout.tensor_parallel,
         expert_model_parallel_size=layout.expert_parallel,
@@ -41,6 +39,12 @@ def start(run_config: RunConfig, rank: int, world_size: int, address: str, port:
     torch.manual_seed(run_config.seed)  # NVFP4 gradients draw the seeds of their rounding from this generator
     # Nothing of ours draws from megatron's generators on a GPU (no dropout), but its modules insist that they exist.
     model_parallel_cuda_manual_seed(run_config.seed)
+
+
+def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Where the ranks meet. torch's own way would listen on every network of the machine."""
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None
+    return dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Every mistake a user can make: one line, exit code 2, nothing left behind. Each is a command of its own."""
+"""Every mistake a user can make: one line, exit code 2, nothing left behind. Each is a command of its own. Then a run
+seen from outside in the middle of a step: its ports, what became of secrets in its environment, its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,13 +7,18 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.driver.tiny_run import RECIPE, files, left_running, recipe, start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
+SECRET = "hush-4a7c"
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
 JSONL = ["-o", "data.kind=jsonl", "-o", "data.path=questions.jsonl"]
 # name: arguments after `train`, a file to write first, what the line says.
 MISTAKES = {
@@ -66,17 +72,55 @@ def test_a_mistake_that_only_the_learner_can_see(tmp_path):
     assert files(folder) == ["tiny.yaml", "weights"]
 
 
-def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path):
-    """The signal reaches every process of the terminal's group, and most of all the driver, in the middle of a step."""
-    folder = tmp_path / "work"
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A run in the middle of step 1, with secrets in its environment."""
+    folder = tmp_path_factory.mktemp("running") / "work"
     recipe(folder, RECIPE.replace("steps: 5", "steps: 1000").replace("steps: 12", "steps: 1"))
-    process = start(folder, "minite.cli", "train", "tiny.yaml", "--run-dir", "run")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SECRETS:
+            patch.setenv(name, f"{SECRET}-{name}")
+        process = start(folder, "minite.cli", "train", "tiny.yaml", "--run-dir", "run")
     metrics = folder / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text()):
         time.sleep(0.1)  # until the line of step 0 is there: step 1 is under way
+    yield process, folder
+    process.kill()
+    process.communicate()
+
+
+def test_every_port_of_a_run_is_on_loopback(running):
+    process, _ = running
+    whole = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    listening = {}
+    for each in whole:
+        with suppress(psutil.Error):  # it has just ended
+            title, taken = " ".join(each.cmdline()), each.net_connections("inet")
+            listening[title] = {c.laddr.ip for c in taken if c.status == psutil.CONN_LISTEN}
+    for kind in ("_Learner", "_Sampler", "raylet", "gcs_server"):
+        assert any(kind in title and addresses for title, addresses in listening.items()), kind
+    assert set().union(*listening.values()) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert not any("dashboard/dashboard.py" in title and addresses for title, addresses in listening.items())
+
+
+def test_no_secret_is_written_down(running):
+    """Into the run directory, into files and logs of Ray, or into command lines, which every user of a machine sees."""
+    process, folder = running
+    whole = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    assert SECRET in str(whole[0].environ()), "the run has it"
+    (ray_dir,) = {word.partition("=")[2] for p in whole for word in p.cmdline() if word.startswith("--temp-dir=")}
+    written = [p for top in (folder, Path(ray_dir)) for p in top.rglob("*") if p.is_file()]
+    assert any(p.name.startswith("raylet") for p in written) and any(p.name == "config.json" for p in written)
+    assert [p for p in written if SECRET.encode() in p.read_bytes()] == []
+    assert [p for p in whole if SECRET in " ".join(p.cmdline())] == []
+
+
+def test_ctrl_c_ends_a_run_that_can_go_on(running):
+    """The signal reaches every process of the terminal's group, and most of all the driver, in the middle of a step."""
+    process, folder = running
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "minite: interrupted\n")
-    assert "if it is stopped, go on with: minite resume run" in out
+    assert "if it is stopped, go on with: minite resume run" in out and SECRET not in out
     assert left_running(folder) == []
     assert {"config.json", "plan.json", "metrics.jsonl"} <= set(files(folder / "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import psutil
 import pytest
 import torch
 
@@ -14,6 +15,19 @@ from minite.models import get_model
 from tests.learner.tiny_policy import LAYERS, VOCAB, batch, layout, learner, recipe
 
 LENGTHS = [9, 14, 6, 11, 17, 8]
+
+
+def _listening() -> set[str]:
+    """Addresses on which this process takes connections, with their ports."""
+    taken = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return {f"{c.laddr.ip}:{c.laddr.port}" for c in taken}
+
+
+def test_a_learner_listens_on_loopback_only():
+    before = _listening()
+    with learner(recipe("qwen3")):
+        opened = _listening() - before
+    assert opened and all(address.startswith("127.0.0.1:") for address in opened), opened
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
