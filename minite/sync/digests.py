@@ -4,6 +4,7 @@ tensors   digest of every tensor that a sampler would be sent, by its name there
 digest    of all of them: equal to ``WeightVersion.weight_digest`` when a learner with the same weights and plan
           sends them
 disk_only digest of what only the files have: outer and input scales, KV scales
+hash      how tensors are hashed: HASH
 plan_digest, to, source, minite
 """
 
@@ -21,6 +22,7 @@ from minite.sync.targets import TARGETS, to_sent
 from minite.sync.verify import Digest, combine, first_difference
 
 DIGEST_FILE = "minite_digest.json"
+HASH = "lanes64"  # sync/hashing.py; files without it hold hashes of another kind
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -30,6 +32,7 @@ def digest_json(
     """Content of the file."""
     return {
         "digest": combine(sent),
+        "hash": HASH,
         "plan_digest": plan_digest,
         "to": to,
         "source": source,
@@ -37,6 +40,15 @@ def digest_json(
         "tensors": dict(sorted(sent.items())),
         "disk_only": dict(sorted(disk_only.items())),
     }
+
+
+def check_hash(path: Path, told: Mapping[str, Any]) -> None:
+    """UserError for a digest file whose hashes this miniTE does not compute."""
+    if told.get("hash") != HASH:
+        raise UserError(
+            f"{path}: its digests are of kind {told.get('hash')!r}, expected {HASH!r}: another version of miniTE wrote "
+            "them; convert the checkpoint again"
+        )
 
 
 def verify_directory(directory: str | Path, progress: Progress | None = None) -> str | None:
@@ -49,6 +61,7 @@ def verify_directory(directory: str | Path, progress: Progress | None = None) ->
     if not path.is_file():
         raise UserError(f"{directory}: has no {DIGEST_FILE} to verify against; only minite convert writes one")
     told = read_json(path)
+    check_hash(path, told)
     tensors, others = told.get("tensors"), told.get("disk_only")
     if told.get("to") not in TARGETS or not isinstance(tensors, dict) or not isinstance(others, dict):
         raise UserError(f"{path}: not what minite convert writes; copy it again")

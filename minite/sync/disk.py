@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minite.errors import UserError
 from minite.sync.checkpoint import Checkpoint, read_json
-from minite.sync.digests import DIGEST_FILE
+from minite.sync.digests import DIGEST_FILE, check_hash
 from minite.sync.source import AMAX_FILE
 from minite.sync.targets import to_sent
 from minite.types import WeightVersion
@@ -47,6 +47,7 @@ def _told(directory: str | Path) -> dict[str, Any]:
             "minite convert wrote"
         )
     told = read_json(path)
+    check_hash(path, told)
     if {"to", "digest", "plan_digest", "tensors"} - told.keys() or not isinstance(told["tensors"], dict):
         raise UserError(f"{path}: not what minite convert writes; copy it again")
     return told

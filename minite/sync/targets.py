@@ -18,8 +18,8 @@ from torch import Tensor
 from minite.config import PrecisionPlan
 from minite.errors import UserError
 from minite.sync import modelopt
+from minite.sync.hashing import dtype_name
 from minite.sync.names import AMAX, FP8, KV_SCALES, MODELOPT
-from minite.sync.verify import dtype_name
 
 TARGETS = ("nvfp4", "bf16", "fp8")
 QUANT_CONFIG = "hf_quant_config.json"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from minite.sync.errors import SyncError
 from minite.sync.flat import text, to_host
-from minite.sync.verify import Digest, combine, dtype_name
+from minite.sync.hashing import dtype_name
+from minite.sync.verify import Digest, combine
 from minite.types import WeightVersion
 
 MANIFEST = "#manifest"  # key of the last bucket's only tensor: JSON {name: digest}
@@ -71,8 +72,7 @@ def buckets(groups: Iterable[tuple[str, Mapping[str, Tensor]]], max_bytes: int =
 
 
 def _leave(held: Mapping[str, Tensor], digest: Digest) -> Bucket:
-    """One copy to the host for all of a bucket; hashed there."""
-    held = to_host(held)
+    """Hashed where the tensors lie; then one copy to the host for all of a bucket."""
     digest.update_many(held)
     return to_wire(held)
 

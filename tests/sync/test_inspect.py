@@ -12,6 +12,7 @@ from small_model import recipe, weights
 
 from minite import cli
 from minite.errors import UserError
+from minite.sync import disk
 from minite.sync.inspect import inspect_directory
 from minite.sync.inspect.ignore import _segments
 from minite.sync.inspect.scales import ScaleStats
@@ -228,6 +229,16 @@ def test_verify_sees_another_digest_of_the_whole(tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"digest": "0" * 32}))
     wrong = [f.what for f in inspect_directory(tmp_path / "out", verify=True).findings if f.rule == "digest"]
     assert len(wrong) == 1 and "its digest is not that of its tensors" in wrong[0]
+
+
+def test_hashes_of_another_kind_are_told_from_damage(tmp_path):
+    run(source(tmp_path / "source", CONFIG), tmp_path / "out", CONFIG)
+    file = tmp_path / "out" / "minite_digest.json"
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in told.items() if key != "hash"}))
+    for read in (lambda path: inspect_directory(path, verify=True), disk.announced):
+        with pytest.raises(UserError, match="its digests are of kind None, expected 'lanes64'.*convert the checkpoint"):
+            read(tmp_path / "out")
 
 
 def test_a_list_of_fp8_need_not_name_every_module(tmp_path):

@@ -16,8 +16,9 @@ from minite.backends.refresh import refreshed
 from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.schema import ModelConfig
 from minite.sync.errors import SyncError
+from minite.sync.hashing import dtype_name
 from minite.sync.stored import MODEL_DTYPES, from_parts, stored_model, stored_parts
-from minite.sync.verify import Digest, combine, dtype_name, first_difference
+from minite.sync.verify import Digest, combine, first_difference
 
 
 class Linear:
@@ -42,14 +43,6 @@ class Linear:
                     self.views[f"{entry.name}.{suffix}"] = buffer[e, first:last] if stored.shape else buffer[e, m]
                     start += entry.n
         self.prepared: object = None
-
-    def on_host(self) -> dict[str, Tensor]:
-        """Every sent tensor by name, on the CPU: one copy for each buffer."""
-        host = {suffix: buffer.cpu() for suffix, buffer in self.buffers.items()}
-        return {
-            name: host[name.rpartition(".")[2]].as_strided(view.shape, view.stride(), view.storage_offset())
-            for name, view in self.views.items()
-        }
 
     def prepare(self, backend: Backend) -> None:
         """Bring the loaded weights into the form the backend's GEMM reads fastest, in place if it was so before.
@@ -142,11 +135,8 @@ class Weights:
 
     def digest(self) -> Digest:
         """Digest of every tensor held."""
-        digest, in_linears = Digest(), set()
-        for linear in self.linears:
-            digest.update_many(linear.on_host())
-            in_linears |= linear.views.keys()
-        digest.update_many({name: self.views[name] for name in self.stored if name not in in_linears})
+        digest = Digest()
+        digest.update_many({name: self.views[name] for name in self.stored})
         return digest
 
     def _add(self, experts: Iterable[tuple[str, ...]], grouped: bool) -> Linear:

@@ -119,12 +119,13 @@ class ShardedWeights(Weights):
             names = [name for name in linear.views if name.endswith(f".{suffix}") and self._axis(name) is not None]
             if not names:
                 continue
-            parts = self.ranks.parts(buffer)
+            parts, whole = self.ranks.parts(buffer), {}
             for name in names[self.ranks.rank :: self.ranks.size]:
                 view, axis = linear.views[name], self._axis(name)
                 assert axis is not None
                 at = (view.shape, view.stride(), view.storage_offset())
-                digest.update(name, torch.cat([part.as_strided(*at) for part in parts], axis))
+                whole[name] = torch.cat([part.as_strided(*at) for part in parts], axis)
+            digest.update_many(whole)
 
     def _together(self, mine: Digest) -> Digest:
         """What the ranks have hashed. A tensor that is whole on every rank must be the same on all."""

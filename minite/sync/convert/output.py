@@ -63,11 +63,11 @@ class OutputFile:
             self._pending.result()
 
     def _emit(self, sent: Mapping[str, Tensor]) -> None:
-        for name, tensor in to_disk(self._to, self._plan, sent, self._inputs).items():
+        on_disk = to_disk(self._to, self._plan, sent, self._inputs)
+        for name, tensor in on_disk.items():
             self._writer.write(name, tensor)
-            if to_sent(self._to, name, tensor) is None:
-                self._disk_only.update(name, tensor)
+        self._disk_only.update_many({name: t for name, t in on_disk.items() if to_sent(self._to, name, t) is None})
+        self._sent.update_many(sent)
         for name, tensor in sent.items():
-            self._sent.update(name, tensor)
             if name.endswith(f".{AMAX}"):
                 self._amax[name] = float(tensor)
