@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision.alignment": ("off", "aligned", "strict"),
     "data.kind": ("arithmetic", "modular", "jsonl", "reasoning_gym"),
     "data.bad_reward": ("skip", "stop"),
+    "learner.bad_gradient": ("skip", "stop"),
     "learner.device": ("auto", "cpu", "cuda"),
     "sampler.kind": ("embedded", "sglang"),
     "sampler.device": ("auto", "cpu", "cuda"),

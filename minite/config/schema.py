@@ -113,6 +113,7 @@ class LearnerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_grad: float = 1.0  # largest norm of the gradient
+    bad_gradient: str = "skip"  # an optimizer step whose gradient is not finite: skip (counted, named) | stop
     tokens_per_microbatch: int = 16_384  # whole responses are packed up to this many tokens
     recompute: bool = False  # keep no activations: compute the forward again in the backward
 

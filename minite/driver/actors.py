@@ -21,12 +21,25 @@ from minite.config import PrecisionPlan, RunConfig
 from minite.driver.cluster import Slot
 from minite.driver.ports import free_port
 from minite.errors import ProcessDied, UserError
+from minite.formats import NonFiniteError
 from minite.sync.clock import Clock
 from minite.sync.flat import flatten
 from minite.types import RolloutBatch, WeightVersion
 
 Exported = tuple[list[ray.ObjectRef], WeightVersion, dict[str, float]]  # flat buckets, seconds by phase
 GRACE = 5.0  # for the other actors of a failed call to fail too, so that the first cause can be told [s]
+
+
+@contextlib.contextmanager
+def named_numbers(kind: str) -> Iterator[None]:
+    """Where weights or activations are NaN or Inf nothing can be skipped: the run ends, and says which."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise UserError(
+            f"a {kind} cannot compute: {error}; stopped. The newest checkpoint is intact: go on from it with minite "
+            "resume, and lower the learning rate if this comes again"
+        ) from None
 
 
 class _Learner:
@@ -46,11 +59,12 @@ class _Learner:
         return os.getpid()
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.worker, method)(*args)
+        with named_numbers("learner"):
+            return getattr(self.worker, method)(*args)
 
     def export(self) -> Exported | None:
         """Put each bucket into the object store; samplers fetch them one by one."""
-        exported = self.worker.export()
+        exported = self.call("export")
         if exported is None:
             return None
         buckets, version = exported
@@ -123,14 +137,16 @@ class LearnerGroup:
         world, port = len(self._ranks), free_port()
         pids = answers([a.pid.remote() for a in self._ranks], "learner", self._timeout)
         self._processes = processes(pids, "learner")
-        self._all(lambda rank, a: a.setup.remote(config, plan, rank, world, port, self._threads))
+        self._all(lambda rank, a: a.setup.remote(config, plan, rank, world, port, self._threads), "the precision plan")
 
     def kill(self) -> None:
         """End all ranks at once, also those that hang."""
         end(self._ranks, self._processes)
 
-    def _all(self, call: Callable[[int, Any], ray.ObjectRef]) -> Any:
-        return answers([call(rank, a) for rank, a in enumerate(self._ranks)], "learner", self._timeout)[0]
+    def _all(self, call: Callable[[int, Any], ray.ObjectRef], what: str = "the arguments of a call") -> Any:
+        with sharing(what):  # arguments of more than 100 kB go through the store
+            refs = [call(rank, a) for rank, a in enumerate(self._ranks)]
+        return answers(refs, "learner", self._timeout)[0]
 
     def _call(self, method: str, *args: Any) -> Any:
         with sharing("the batch"):
@@ -153,6 +169,10 @@ class LearnerGroup:
 
     def train_step(self, batch: RolloutBatch, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         return self._call("train_step", batch, denominator, lr_scale)
+
+    def unsound_gradients(self) -> list[str]:
+        """Parameters for whose gradient the last skipped step was skipped."""
+        return self._call("unsound_gradients")
 
     def router_flips(self) -> dict[str, float]:
         """Of the last `logprobs`; empty where there is nothing to count."""

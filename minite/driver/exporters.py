@@ -9,7 +9,7 @@ import errno
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,10 +46,22 @@ def check_exporters(config: RunConfig) -> None:
 
 
 @contextmanager
-def exporters(config: RunConfig, run_dir: Path, after_step: int) -> Iterator[list[Exporter]]:
-    """Those that the recipe asks for, open for the time of a ``with`` block. Raises UserError for a port in use.
+def prometheus(config: RunConfig) -> Iterator[list[Exporter]]:
+    """That of Prometheus, if the recipe asks for one, for the time of a ``with`` block. Raises UserError for a port in
+    use. For a whole run, whatever is started again in it: else another program could take the port meanwhile.
+    """
+    if config.driver.prometheus_port is None:
+        yield []
+        return
+    with closing(PrometheusEndpoint(config.driver.prometheus_port)) as opened:
+        yield [opened]
 
-    after_step: of a resumed run the step of its checkpoint, -1 for a new one; later steps will come again.
+
+@contextmanager
+def records(config: RunConfig, run_dir: Path, after_step: int) -> Iterator[list[Exporter]]:
+    """The others that the recipe asks for, open for the time of a ``with`` block.
+
+    after_step: where the run goes on from a checkpoint its step, -1 for a new run; later steps will come again.
     """
     with ExitStack() as stack:
         opened: list[Exporter] = []
@@ -58,8 +70,6 @@ def exporters(config: RunConfig, run_dir: Path, after_step: int) -> Iterator[lis
             stack.callback(exporter.close)
             opened.append(exporter)
 
-        if config.driver.prometheus_port is not None:  # first, as it alone can fail
-            add(PrometheusEndpoint(config.driver.prometheus_port))
         if config.driver.tensorboard:
             add(TensorBoard(run_dir / "tensorboard", after_step))
         if config.driver.wandb:

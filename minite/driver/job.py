@@ -39,6 +39,11 @@ class Job:
                 f"data.heldout: {len(self.task.heldout)} questions are held out, only {len(self.task.train)} trained on"
             )
 
+    def close(self) -> None:
+        """End the reward function's process and the live table."""
+        self.view.close()
+        self.scorer.close()
+
 
 def _one_backend(config: RunConfig, plan: PrecisionPlan) -> str:
     """What learner and sampler compute with, in words. UserError for two backends where their numbers must agree."""

@@ -19,11 +19,12 @@ from minite.diagnostics.gap import gap_metrics, gap_summary
 from minite.driver import checkpoint, rundir, warm_start
 from minite.driver.actors import LearnerGroup
 from minite.driver.cluster import cluster
-from minite.driver.exporters import exporters
+from minite.driver.exporters import Exporter, prometheus, records
 from minite.driver.job import Job
 from minite.driver.metrics import MetricsWriter, Recorder
 from minite.driver.rollout import Rollouts
 from minite.driver.samplers import SamplerPool
+from minite.driver.verdict import obey, of_gradients
 from minite.driver.watch import Watch
 from minite.errors import DiskError, ProcessDied, UserError
 from minite.losses.correction import CorrectionOutput, correct
@@ -62,25 +63,26 @@ def _go(job: Job, folder: Path | None) -> None:
     When a learner rank dies or hangs, all processes are made anew and the run goes back to its newest checkpoint.
     """
     run_dir, view = job.run_dir, job.view
-    with contextlib.closing(job.scorer), contextlib.closing(view), cluster(job.config):
+    with contextlib.closing(job), prometheus(job.config) as served, cluster(job.config):
         view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")
         view.note(f"plan {job.plan.digest[:12]}, {job.plan.alignment}; GEMMs: {job.backend}; starting the learner")
         failed = 0.0  # when the last failure was seen
-        while not _attempt(job, folder, failed):
+        while not _attempt(job, folder, failed, served):
             failed, folder = time.perf_counter(), checkpoint.choose(run_dir, view.note)
             view.note(f"going on from {checkpoint.shown(folder)}")
         view.note(f"done; see it with: minite report {run_dir}")
 
 
-def _attempt(job: Job, folder: Path | None, failed: float) -> bool:
+def _attempt(job: Job, folder: Path | None, failed: float, served: list[Exporter]) -> bool:
     """A run up to its end, True, or to the death of a process that only a new start repairs, False."""
     after_step = checkpoint.step_of(folder) if folder else -1
     learners = LearnerGroup(job.config, job.slot)
     samplers = SamplerPool(job.config, job.slot, job.recovery, learners.export)
     with (
-        exporters(job.config, job.run_dir, after_step) as opened,
-        MetricsWriter(job.run_dir, job.view, opened, after_step=after_step) as metrics,
+        records(job.config, job.run_dir, after_step) as opened,
+        MetricsWriter(job.run_dir, job.view, [*served, *opened], after_step=after_step) as metrics,
     ):
+        job.recovery.add(metrics.repairs)
         try:
             warm_start.prepare(job.config, job.run_dir, learners, job.tokenizer, job.task.train, job.view.note)
             run = Run(job, learners, samplers, metrics)
@@ -186,14 +188,10 @@ class Run:
         return verdict
 
     def _unhealthy(self, verdict: CorrectionOutput) -> None:
-        limit, choice = self.config.correction.max_dropped_frac, self.config.correction.unhealthy
-        line = f"step {self.step + 1}: {verdict.dropped_frac:.0%} of the tokens were dropped, more than {limit:.0%}"
-        if choice == "stop":
-            raise UserError(
-                f"{line}; stopped as correction.unhealthy says. The newest checkpoint is intact: see docs/triage.md, "
-                f"then 'minite resume {self.run_dir}' with other correction settings"
-            )
-        self.view.note(f"{line}; {'the step is skipped' if choice == 'skip' else 'going on'}")
+        settings = self.config.correction
+        dropped, limit = f"{verdict.dropped_frac:.0%}", f"{settings.max_dropped_frac:.0%}"
+        line = f"step {self.step + 1}: {dropped} of the tokens were dropped, more than {limit} (docs/triage.md)"
+        obey(settings.unhealthy, "correction.unhealthy", line, self.run_dir, self.view.note)
 
     def _optimize(self, batch: RolloutBatch) -> None:
         """One optimizer step per minibatch; the metrics are their means, skipped steps are counted."""
@@ -202,7 +200,11 @@ class Run:
         for index_S in parts:
             part = batch if len(parts) == 1 else batch.select(index_S)
             tokens = float(part.loss_mask_T.sum())
-            for key, value in self.learners.train_step(part, tokens, self.watch.lr_scale).items():
+            told = self.learners.train_step(part, tokens, self.watch.lr_scale)
+            if told["learner/skipped_steps"]:
+                line = of_gradients(self.step + 1, self.learners.unsound_gradients())
+                obey(self.config.learner.bad_gradient, "learner.bad_gradient", line, self.run_dir, self.view.note)
+            for key, value in told.items():
                 measured.setdefault(key, []).append(value)  # a skipped update has no gradient norm
         means = {key: sum(values) / len(values) for key, values in measured.items()}
         means["learner/skipped_steps"] = sum(measured["learner/skipped_steps"])

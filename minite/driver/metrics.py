@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from minite.driver.progress import ProgressView
 
 METRICS_FILE = "metrics.jsonl"
+REPAIRS = "recovery/"  # begins the keys of driver/recovery.py
 
 
 class Recorder(Protocol):
@@ -32,15 +33,15 @@ class MetricsWriter:
     """Appends one line a step, on the disk when `write` returns. A context manager.
 
     after_step: None for a new run; for a resumed one the step of its checkpoint: later lines are taken out first, so
-    that no step stands twice. Write a step's line before its checkpoint, or a kill between the two loses the line.
+    that no step stands twice. ``repairs`` is what they had counted. Write a step's line before its checkpoint, or a
+    kill between the two loses the line.
     """
 
     def __init__(
         self, run_dir: Path, view: ProgressView, exporters: Sequence[Exporter] = (), *, after_step: int | None = None
     ) -> None:
         path = run_dir / METRICS_FILE
-        if after_step is not None:
-            truncate_after(path, after_step)
+        self.repairs = {} if after_step is None else truncate_after(path, after_step)
         self._file = path.open("a", encoding="utf-8")
         self._view = view
         self._exporters = exporters  # whoever opened them closes them
@@ -72,30 +73,37 @@ class MetricsWriter:
         self.close()
 
 
-def truncate_after(path: Path, last_step: int) -> None:
-    """Keep the lines of steps up to ``last_step``, in one atomic replacement.
+def truncate_after(path: Path, last_step: int) -> dict[str, float]:
+    """Keep the lines of steps up to ``last_step``, in one atomic replacement. Returns the sums of what the others say
+    of repairs: their steps are done again, but what was repaired in them happened.
 
     A torn last line, left by a killed process, goes too. Raises UserError for any other line that is no record.
     """
+    repairs: dict[str, float] = {}
     if not path.exists():
-        return
+        return repairs
     lines = path.read_text(encoding="utf-8").split("\n")
     kept = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty or torn
         try:
-            step = json.loads(line)["step"]
+            record = json.loads(line)
+            later = record["step"] > last_step
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{path}:{number}: {line[:40]!r} is not the record of a step; repair or remove the line, then resume"
             ) from None
-        if step <= last_step:
+        if not later:
             kept.append(line + "\n")
+            continue
+        for key in (key for key in record if key.startswith(REPAIRS)):
+            repairs[key] = repairs.get(key, 0.0) + record[key]
     part = path.with_suffix(".part")
     with part.open("w", encoding="utf-8") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+    return repairs
 
 
 def _json_number(value: float) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -28,6 +28,11 @@ class Recovery:
 
     def count(self, key: str, amount: float = 1.0) -> None:
         self._counts[key] = self._counts.get(key, 0.0) + amount
+
+    def add(self, counts: Mapping[str, float]) -> None:
+        """Counts that were in lines now taken out."""
+        for key, amount in counts.items():
+            self.count(key, amount)
 
     @contextmanager
     def repairing(self, key: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from minite.config import PrecisionPlan, RunConfig
-from minite.driver.actors import Exported, Lost, answers, end, processes, sharing
+from minite.driver.actors import Exported, Lost, answers, end, named_numbers, processes, sharing
 from minite.driver.cluster import Slot
 from minite.driver.recovery import Recovery
 from minite.errors import ProcessDied
@@ -53,7 +53,8 @@ class _Sampler:
         return clock.seconds | self.engine.stats().update_seconds
 
     def generate(self, requests: list[Request]) -> list[Completion]:
-        return self.engine.generate(requests)
+        with named_numbers("sampler"):
+            return self.engine.generate(requests)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -97,7 +98,8 @@ class SamplerPool:
         return processes(self._answers([e.pid.remote() for e in engines]), "sampler")
 
     def _set_up(self, engine: Any) -> ray.ObjectRef:
-        return engine.setup.remote(self._config, self._plan, self._threads)
+        with sharing("the precision plan"):
+            return engine.setup.remote(self._config, self._plan, self._threads)
 
     def update(self, buckets: list[ray.ObjectRef], version: WeightVersion) -> dict[str, float]:
         """Load one weight version everywhere. A sampler that holds other bytes than were sent gets them once more, then

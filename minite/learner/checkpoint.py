@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,58 +11,79 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from minite.errors import DiskError, ProcessDied, UserError
+from minite.errors import DiskError, UserError
 from minite.learner import optimizer
 
 if TYPE_CHECKING:
     from minite.learner.policy import Policy
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format written by this process.
-
-    Megatron's own writer forks helpers and keeps a manager process: seconds per save, a fork in a process full of
-    threads, and an orphan when the learner is killed. Its aim, to write while training goes on, is not ours.
-    """
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch.distributed.checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
 def save(policy: Policy, directory: Path) -> None:
     """Write a checkpoint; collective. The directory is made; it must be empty or absent.
 
-    Raises DiskError when it cannot be written and all ranks know; ProcessDied when the others wait for one that could
-    not, from which only a new start leads on.
+    In megatron's torch_dist format, but by this process: megatron's own writer forks helpers and keeps a manager
+    process, which is seconds per save, a fork in a process full of threads, and an orphan when the learner is killed.
+    Its aim, to write while training goes on, is not ours.
+
+    What fails on one rank is raised on all, so that no rank waits for one that has given up: DiskError when the disk
+    is to blame, after which training can go on, RuntimeError otherwise.
     """
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    strategy = _SaveInProcess("torch_dist", 1)
+    sharded, common = save_preprocess(_state(policy, loading=False))
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded)
+    _on_first_rank(lambda: _write_common(directory, common), directory)
     try:
-        dist_checkpointing.save(_state(policy, loading=False), str(directory), strategy, content_metadata=_metadata())
-    except CheckpointException as error:  # torch tells every rank what the first that failed says
-        first = next((wrapped[0] for wrapped in error.failures.values()), error)
-        raise DiskError(f"checkpoint {directory}: {type(first).__name__}: {first}") from None
-    except (OSError, RuntimeError) as error:  # megatron's files of rank 0; torch.save calls a full disk a RuntimeError
-        told = f"checkpoint {directory}: {type(error).__name__}: {error}"
-        if dist.get_world_size() > 1:
-            raise ProcessDied(f"{told}; the other ranks wait for this one") from None
-        raise DiskError(told) from None
+        torch.distributed.checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=FileSystemWriter(directory),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+    except CheckpointException as error:  # torch tells every rank what became of the others
+        raise _told(directory, [wrapped[0] for wrapped in error.failures.values()]) from None
+
+
+def _write_common(directory: Path, common: dict[str, Any]) -> None:
+    """What is the same on all ranks, and the two words by which megatron knows the format."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()  # written by Python, which says what is wrong with a disk
+    torch.save(common, content)
+    (directory / COMMON_STATE_FNAME).write_bytes(content.getvalue())
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def _on_first_rank(write: Callable[[], None], directory: Path) -> None:
+    failure: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except Exception as error:
+            failure = [error]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise _told(directory, failure) from None
+
+
+def _told(directory: Path, failures: Sequence[BaseException | None]) -> Exception:
+    """The first failure that is no disk's, as a RuntimeError, else the first as a DiskError."""
+    others = [error for error in failures if not _of_disk(error)]
+    first = (others or failures)[0]
+    kind = RuntimeError if others else DiskError
+    return kind(f"checkpoint {directory}: {type(first).__name__}: {first}")
+
+
+def _of_disk(error: BaseException | None) -> bool:
+    """torch's writer of files, which PyTorch keeps in inline_container.cc, calls a full disk a RuntimeError."""
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and "inline_container.cc" in str(error))
 
 
 def load(policy: Policy, directory: Path) -> None:

@@ -17,6 +17,10 @@ from torch import Tensor
 from minite.config.schema import LearnerConfig
 from minite.learner.model import PolicyModel
 
+# Of a gradient longer than this, the ranks' sum of squares may overflow FP32: its norm would be infinite, and the clip
+# would make zeros of it.
+LONGEST = 1e17
+
 
 def build(model: PolicyModel, config: LearnerConfig) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Wrap the model for gradient reduction and make its optimizer, with state allocated and zero."""
@@ -71,13 +75,13 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
 def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> float | None:
     """Reduce the accumulated gradients, clip, step. Returns the gradient norm before clipping.
 
-    A gradient that is not finite anywhere leaves weights and optimizer as they were: None is returned.
+    A gradient that is not sound anywhere leaves weights and optimizer as they were: None is returned.
     """
     finalize_model_grads([ddp])
     buffers = ddp.buffers + ddp.expert_parallel_buffers
-    finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]).all().float()
-    dist.all_reduce(finite, dist.ReduceOp.MIN)
-    if not finite.item():
+    sound = torch.stack([_sound(buffer.grad_data) for buffer in buffers]).all().float()
+    dist.all_reduce(sound, dist.ReduceOp.MIN)
+    if not sound.item():
         return None
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -85,6 +89,19 @@ def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float
     _, grad_norm, _ = optimizer.step()
     ddp.module.weights_changed()
     return float(grad_norm)
+
+
+def _sound(gradient: Tensor) -> Tensor:
+    """bool []: neither NaN nor Inf nor longer than LONGEST. One pass, no copy."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64) < LONGEST
+
+
+def unsound(ddp: DistributedDataParallel) -> list[str]:
+    """Parameters whose gradient made ``update`` skip, by megatron's names; collective, equal on all ranks."""
+    names = [name for name, p in ddp.module.named_parameters() if not _sound(p.main_grad)]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    return sorted({name for theirs in everyone for name in theirs})
 
 
 def zero_grad(ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:

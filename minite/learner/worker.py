@@ -60,6 +60,7 @@ class LearnerWorker:
             raise
         self._data = parallel.data_ranks()
         self._flips: Tensor | None = None  # of the last log-probs, when the monitor is on
+        self._unsound: list[str] = []
 
     @property
     def step(self) -> int:
@@ -148,6 +149,10 @@ class LearnerWorker:
         self._policy.step += 1
         return metrics
 
+    def unsound_gradients(self) -> list[str]:
+        """Parameters for whose gradient, NaN or Inf or beyond all measure, the last skipped step was skipped."""
+        return self._unsound
+
     def export(self) -> tuple[list[Bucket], WeightVersion] | None:
         """(buckets of named CPU tensors, their version) on rank 0, None elsewhere."""
         return self._policy.export()
@@ -205,6 +210,8 @@ class LearnerWorker:
     def _update(self, lr: float) -> dict[str, float]:
         policy = self._policy
         norm = self._optim.update(policy.ddp, policy.optimizer, lr, self.config.learner.weight_decay)
+        if norm is None:
+            self._unsound = self._optim.unsound(policy.ddp)
         metrics = {"learner/lr": lr, "learner/skipped_steps": float(norm is None)}
         return metrics if norm is None else metrics | {"learner/grad_norm": norm}  # a skipped step has none
 

@@ -131,14 +131,22 @@ def test_entropy_stays_what_it_was_before_the_update(run, monkeypatch):
     assert run.values == done | {"entropy/mean": 0.5}
 
 
-def test_a_skipped_update_is_counted_and_has_no_part_in_the_means(run, monkeypatch):
+def test_a_skipped_update_is_counted_named_and_has_no_part_in_the_means(run, monkeypatch, capsys):
     run._sync()
     run.values = {}
     skipped, done = {"learner/skipped_steps": 1.0}, {"learner/skipped_steps": 0.0, "learner/grad_norm": 3.0}
-    updates = iter([skipped, done])
+    updates = iter([skipped, done, skipped])
     monkeypatch.setattr(run.learners, "train_step", lambda *_: next(updates))
-    run._optimize(run.rollouts.next().batch)
+    monkeypatch.setattr(run.learners, "unsound_gradients", lambda: ["a.weight", "b.weight"])
+    batch = run.rollouts.next().batch
+    run._optimize(batch)
     assert run.values == {"learner/skipped_steps": 1.0, "learner/grad_norm": 3.0}
+    line = f"step {run.step + 1}: the gradient of a.weight and of 1 more is not finite; "
+    assert line + "skipped, as learner.bad_gradient says" in capsys.readouterr().out
+    learner = dataclasses.replace(run.config.learner, bad_gradient="stop")
+    monkeypatch.setattr(run, "config", dataclasses.replace(run.config, learner=learner))
+    with pytest.raises(UserError, match=line + "stopped as learner.bad_gradient says"):
+        run._optimize(batch)
 
 
 @pytest.mark.parametrize(("choice", "steps"), [("warn", 1), ("skip", 0)])

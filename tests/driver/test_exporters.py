@@ -11,7 +11,14 @@ from urllib.request import urlopen
 
 import pytest
 
-from minite.driver.exporters import PrometheusEndpoint, TensorBoard, WeightsAndBiases, check_exporters, exporters
+from minite.driver.exporters import (
+    PrometheusEndpoint,
+    TensorBoard,
+    WeightsAndBiases,
+    check_exporters,
+    prometheus,
+    records,
+)
 from minite.driver.ports import free_port
 from minite.errors import UserError
 from tests.driver.tiny_run import config
@@ -61,12 +68,12 @@ def test_a_port_in_use_is_told_and_one_that_was_closed_is_free_again(tmp_path: P
         port = holder.getsockname()[1]
         asked = config(tmp_path, f"driver.prometheus_port={port}")
         taken = f"driver.prometheus_port is {port}: address already in use on 127.0.0.1"
-        with pytest.raises(UserError, match=taken), exporters(asked, tmp_path, -1):
+        with pytest.raises(UserError, match=taken), prometheus(asked):
             pass
     for _ in range(2):
-        with exporters(asked, tmp_path, -1) as (opened,):
+        with prometheus(asked) as (opened,), records(asked, tmp_path, -1) as others:
             opened.write(0, {"reward/mean": 0.5})
-            assert scrape(port)["minite_reward_mean"] == "0.5"
+            assert scrape(port)["minite_reward_mean"] == "0.5" and others == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.yaml"], "no exporter but the one asked for"
 
 

@@ -81,6 +81,15 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
         assert path.read_bytes() == before
 
 
+def test_what_was_repaired_in_lines_taken_out_is_kept(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, make_view()[0]) as writer:
+        for step in range(4):
+            writer.write(step, {"recovery/resyncs": 1.0, "recovery/seconds": 0.5, "reward/mean": 1.0})
+    for expected in ({"recovery/resyncs": 2.0, "recovery/seconds": 1.0}, {}):
+        with MetricsWriter(tmp_path, make_view()[0], after_step=1) as writer:
+            assert writer.repairs == expected
+
+
 def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
     record(tmp_path, 6, after_step=5)
     assert [line["step"] for line in read(tmp_path)] == [6]

@@ -37,3 +37,6 @@ def test_metrics_are_taken_once_and_hold_failed_repairs_only_as_time():
     taken = recovery.take_metrics()
     assert taken.pop("recovery/seconds") >= 0 and taken == {"recovery/resyncs": 1.0}
     assert recovery.take_metrics() == {}
+    recovery.add({"recovery/resyncs": 2.0})
+    recovery.count("recovery/resyncs")
+    assert recovery.take_metrics() == {"recovery/resyncs": 3.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ObjectStoreFullError
 
 from minite.config import resolve_plan
 from minite.driver import samplers
@@ -31,7 +32,12 @@ class Actor:
         self.made.append(self)
 
     def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *args: lambda: self.answer(name, *args))
+        return SimpleNamespace(remote=lambda *args: self.call(name, *args))
+
+    def call(self, name, *args):
+        if (failure := self.failures.get((self.number, name))) and isinstance(failure, ObjectStoreFullError):
+            raise failure  # at once, where the arguments do not fit
+        return lambda: self.answer(name, *args)
 
     def answer(self, name, *args):
         failure = self.failures.pop((self.number, name), None)
@@ -111,6 +117,13 @@ def test_a_sampler_that_always_dies_ends_the_run(pool):
     with pytest.raises(ProcessDied, match="out of memory"):
         pool.update([], version(2))
     assert len(Actor.made) == 4, "two repairs"
+
+
+def test_a_plan_that_the_object_store_does_not_take_is_lost_data(pool):
+    """A new sampler would not mend it; a new start of everything empties the store."""
+    Actor.failures |= {(0, "update"): ProcessDied("killed"), (2, "setup"): ObjectStoreFullError("full")}
+    with pytest.raises(Lost, match="the precision plan cannot be shared"):
+        pool.update([], version(2))
 
 
 def test_lost_data_is_not_the_samplers_fault(pool):

@@ -151,8 +151,12 @@ def test_seeds_come_from_torch_and_the_compiled_backend_agrees():
     assert all(torch.equal(a, b) for a, b in zip(first, compiled, strict=True))
 
 
-def test_nan_names_the_module():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_gives_one_and_no_error(value):
+    """An error in one rank's backward pass would leave the others waiting."""
     x, w, dy = exact.randn(8, 32), exact.randn(32, 32, seed=1), exact.randn(8, 32, seed=2)
-    dy[3, 4] = torch.nan
-    with pytest.raises(NonFiniteError, match="gradient of linear"):
+    dy[3, 4] = value
+    assert all(g.isnan().all() for g in gradients(x, w, dy, SPEC, backend()))
+    x[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="input of linear"):
         gradients(x, w, dy, SPEC, backend())

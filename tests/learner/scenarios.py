@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from minite.config import RunConfig
+from minite.errors import DiskError
 from minite.sync.transport import Bucket
 from minite.types import RolloutBatch, WeightVersion
 from tests.learner.tiny_policy import learner
@@ -56,6 +58,28 @@ def resume(rank: int, world: int, port: int, config: RunConfig, data: RolloutBat
         worker.load(directory)  # into a learner that is ahead
         rewound = worker.train_step(data, 50), worker.export()
     return uninterrupted, rewound
+
+
+def save_on_a_full_disk(
+    rank: int, world: int, port: int, config: RunConfig, data: RolloutBatch, directory: Path, full: int, room: int
+) -> str:
+    """What a save says while rank ``full`` has no room for a file of more than ``room`` bytes; then a step, a save
+    with room, and a load."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with learner(config, rank, world, port) as worker:
+        if rank == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            worker.save(directory / "no_room")
+            said = ""
+        except DiskError as error:
+            said = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        worker.train_step(data, 50)
+        worker.save(directory / "room")
+        worker.load(directory / "room")
+    return said
 
 
 def write_start(rank: int, world: int, port: int, config: RunConfig, directory: Path) -> None:

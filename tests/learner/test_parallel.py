@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -103,6 +105,14 @@ def test_resume_in_two_processes_is_bit_exact(ranks, name, tmp_path):
         assert metrics == metrics_again
         if exported is not None:
             assert exported[1] == exported_again[1]
+
+
+@pytest.mark.parametrize(("full", "room"), [(0, 100), (1, 4000)])
+def test_a_full_disk_of_one_rank_is_told_by_all_and_training_goes_on(ranks, full, room, tmp_path):
+    """Rank 0 has no room for the file that all share, rank 1 none for its own part."""
+    config = layout(recipe("qwen3_moe", "w4a4"), tensor_parallel=2)
+    for said in ranks.run(scenarios.save_on_a_full_disk, config, batch(LENGTHS), tmp_path, full, room):
+        assert re.search("no_room: .*(File too large|inline_container)", said)
 
 
 def test_weights_move_between_layouts_as_a_hugging_face_directory(ranks, tmp_path):

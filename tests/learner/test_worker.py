@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 
 import psutil
 import pytest
@@ -181,6 +182,32 @@ def test_resume_is_bit_exact(tmp_path):
         assert (worker.train_step(data, 50), worker.export()[1]) == expected
     with learner(recipe()) as worker, pytest.raises(UserError, match="plan digest"):
         worker.load(tmp_path / "checkpoint")
+
+
+def _full_disk_of_torch(path):
+    """What torch.save raises when there is no room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            torch.save(torch.zeros(100_000), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return raised.value
+
+
+def test_a_defect_during_a_save_is_not_taken_for_a_full_disk(monkeypatch, tmp_path):
+    def broken(*_, **__):
+        raise RuntimeError("a defect")
+
+    with learner(recipe()) as worker:
+        from minite.learner import checkpoint  # megatron comes in with the worker, not before
+
+        assert checkpoint._of_disk(_full_disk_of_torch(tmp_path / "file"))
+        for owner, name in ((checkpoint, "_write_common"), (checkpoint.MCoreSavePlanner, "create_local_plan")):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="RuntimeError: a defect"):
+                patch.setattr(owner, name, broken)
+                worker.save(tmp_path / name)
 
 
 def test_start_differs_by_seed_and_by_name():
