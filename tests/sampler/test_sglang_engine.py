@@ -10,6 +10,7 @@ import socket
 import threading
 from contextlib import closing
 from dataclasses import replace
+from unittest import mock
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from minite.learner.worker import LearnerWorker
 from minite.sampler.engine import Request, SamplingParams
 from minite.sampler.sglang.names import expected_modules
 from minite.sync.errors import SyncError
+from minite.sync.flat import flatten
 from minite.sync.transport import MANIFEST
 from tests.tolerances import FP32_ENGINE_GAP
 
@@ -171,6 +173,29 @@ def test_a_converted_checkpoint_is_the_learners_update(moe, tmp_path):
     assert sglang.update_from_disk(directory) == version.weight_digest
     asked = requests(4, 13)
     assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 13).generate(asked)]
+
+
+def test_an_update_arrives_as_slime_sends_it(moe):
+    """Flattened into one tensor, for SGLang's own loading of weights: no loader of ours is named."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    cfg, sglang = moe
+
+    def send(tensors):
+        bucket = FlattenedTensorBucket(named_tensors=list(flatten(tensors).items()))
+        payload = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        with sglang._clock.timed("transfer"):
+            answer = sglang.sglang.update_weights_from_tensor(
+                [MultiprocessingSerializer.serialize(payload, output_str=True)], "flattened_bucket", False
+            )
+        assert answer[0], answer[1]
+
+    buckets, version = shipment(cfg, 14, step=8)
+    with mock.patch.object(sglang, "_send", send):
+        assert load(sglang, buckets, version) == version.weight_digest
+    asked = requests(4, 14)
+    assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 14).generate(asked)]
 
 
 def test_weights_of_another_plan_are_refused_before_they_are_sent(moe):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from minite.models import FAMILIES
+
 
 def register() -> None:
     """Make the quantization method known to SGLang, and hook what the plan decides but SGLang would do its own way."""
@@ -50,6 +52,10 @@ def hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
         ("layers.logits_processor.LogitsProcessor._compute_lm_head", HookType.AROUND, aligned.lm_head),
         ("models.utils.apply_qk_norm", HookType.AROUND, aligned.qk_norm),
         ("models.utils.enable_fused_set_kv_buffer", HookType.AROUND, aligned.no_fused_kv_write),
+        *[
+            (f"models.{kind}.{family.architecture}.load_weights", HookType.AROUND, receive_weights)
+            for kind, family in FAMILIES.items()
+        ],
         *([] if torch.cuda.is_available() else cpu),
     ]
 
@@ -71,6 +77,16 @@ def add_proof(answer: Any, scheduler: Any, *args: Any) -> None:
     state = inside.current()
     if state is not None:
         answer.internal_state["minite"] = state.ranks.everyones(state.proof() | {"missing_hooks": missing_hooks()})
+
+
+def receive_weights(original: Callable[..., Any], model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around a model's load_weights, which slime's updates reach because they name no loader of ours."""
+    from minite.sampler.sglang import inside
+
+    if inside.current() is None:
+        return original(model, weights, *args, **kwargs)
+    inside.load(model, weights)
+    return None
 
 
 def widen_router(nothing: None, block: Any, *args: Any, **kwargs: Any) -> None:
