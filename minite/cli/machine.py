@@ -15,6 +15,7 @@ _READS = {  # bench -> options it reads; what is given beyond them is a mistake
     "step": ("recipe", "turns", "json"),
     "quantize": ("turns", "json"),
     "sampler": ("recipe", "turns", "tokens", "json"),
+    "watch": ("recipe", "turns", "tokens", "json"),
     "learner": ("recipe", "model", "gpu", "tokens", "sequence"),
     **dict.fromkeys(_GPU_BENCHES, ("json",)),
 }
@@ -38,7 +39,10 @@ def doctor(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Measure this machine: W4A4 against BF16, or the quantizers against a copy. Or reckon what a GPU could reach."""
-    runs = {"step": _bench_step, "quantize": _bench_quantize, "sampler": _bench_sampler, "learner": _bench_learner}
+    runs = {
+        "step": _bench_step, "quantize": _bench_quantize, "sampler": _bench_sampler, "watch": _bench_watch,
+        "learner": _bench_learner,
+    }  # fmt: skip
     reads = _READS[args.what]
     if "recipe" not in reads and (args.recipe is not None or args.override):
         raise UserError(f"bench {args.what}: got a recipe or -o, which it does not read; leave them out")
@@ -84,6 +88,18 @@ def _bench_sampler(args: argparse.Namespace) -> int:
     rows = measure(config, args.turns or _TURNS, args.tokens)
     print(table(rows, config))
     _write(args.json, {"sampler": rows})
+    return 0
+
+
+def _bench_watch(args: argparse.Namespace) -> int:
+    from minite.config import load_recipe
+    from minite.config.load import shipped
+    from minite.driver.bench_watch import measure_watch, watch_table
+
+    config = load_recipe(args.recipe or shipped("tiny_qwen3_moe_w4a4_grpo.yaml"), args.override)
+    times = measure_watch(config, args.turns or _TURNS, args.tokens)
+    print(watch_table(times))
+    _write(args.json, {"watch": dataclasses.asdict(times)})
     return 0
 
 
@@ -136,15 +152,17 @@ def add(command: Command) -> None:
         "step recipes/tiny_qwen3_moe_w4a8_grpo.yaml --turns 9 -o algo.prompts_per_step=32",
         "quantize --json rates.json",
         "sampler -o sampler=sglang --turns 3",
+        "watch recipes/qwen3_4b_w4a4_grpo.yaml --tokens 1024",
         "gemm --json gemm.json",
         "learner --model qwen3-30b-a3b --gpu b300",
     )
     added.add_argument(
         "what",
-        choices=("step", "quantize", "sampler", *_GPU_BENCHES, "learner"),
+        choices=("step", "quantize", "sampler", "watch", *_GPU_BENCHES, "learner"),
         help="step: a training step of a recipe and of its BF16 twin by phase, and forward passes of one linear; "
         "quantize: GB/s of the NVFP4 quantizers of a CPU beside a copy, one thread; "
         "sampler: fixed-output serving by a recipe's sampler, whichever it is, with random weights, beside BF16; "
+        "watch: gap, correction and monitor of a step on a made-up rollout of the recipe's size; "
         "on a GPU, at the shapes of Qwen3-30B-A3B: kernels (its quantizers, beside a copy), gemm (experts' GEMMs by "
         "tokens), moe and layer (whole), sync (conversion of all experts), serve (a decode step, and "
         "1,024 generated tokens a request); "
@@ -161,7 +179,7 @@ def add(command: Command) -> None:
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"learner: of an update (default: {_TOKENS}); sampler: of a response",
+        help=f"learner: of an update (default: {_TOKENS}); sampler, watch: of a response",
     )
     added.add_argument("--sequence", type=positive, metavar="N", help=f"learner: of a sequence (default: {_SEQUENCE})")
     add_override(added)

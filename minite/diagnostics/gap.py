@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,22 +27,29 @@ def gap_summary(old_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: T
     Args: log-probs float [T] [nats], advantage_T float [T], mask_T bool [T]. Computed in float64.
     Returns: GapSummary; ``tokens`` counts the loss tokens, those of a gap that is not finite included.
     """
-    gap_M = old_logprob_T.detach()[mask_T].double() - sampler_logprob_T.detach()[mask_T].double()
+    index_M = mask_T.nonzero().squeeze(-1)  # a mask is turned into this at every use of it
+    gap_M = (old_logprob_T.detach()[index_M].double() - sampler_logprob_T.detach()[index_M].double()).cpu()
+    advantage_M = advantage_T.detach()[index_M].double().cpu()
+    tokens = gap_M.numel()
     finite_M = gap_M.isfinite()
-    gap_N, order_N = gap_M[finite_M].sort(stable=True)
-    advantage_N = advantage_T.detach()[mask_T].double()[finite_M][order_N]
-    tokens, count = gap_M.numel(), gap_N.numel()
+    if not bool(finite_M.all()):
+        gap_M, advantage_M = gap_M[finite_M], advantage_M[finite_M]
+    count = gap_M.numel()
     if count == 0:
         nothing = dict.fromkeys(("abs_mean", "abs_p99", "abs_max", "mean", *PER_MILLE, "ess", "corr_advantage"), 0.0)
         return GapSummary(tokens=tokens, nonfinite=tokens, **nothing)
+    # Everything is summed in the order of the gaps, so that the order of the tokens is not seen.
+    order_N = torch.from_numpy(np.argsort(gap_M.numpy()))  # half the time of torch's
+    gap_N = gap_M[order_N]
+    size_N = gap_N.abs()
     return GapSummary(
         tokens=tokens,
-        abs_mean=float(gap_N.abs().mean()),
-        abs_p99=_quantile(gap_N.abs().sort().values, 990),
-        abs_max=float(gap_N.abs().max()),
+        abs_mean=float(size_N.mean()),
+        abs_p99=_quantile(torch.from_numpy(np.sort(size_N.numpy())), 990),
+        abs_max=float(size_N.max()),
         mean=float(gap_N.mean()),
         ess=effective_sample_size(gap_N),
-        corr_advantage=correlation(gap_N, advantage_N),
+        corr_advantage=correlation(gap_N, advantage_M[order_N]),
         nonfinite=tokens - count,
         **{name: _quantile(gap_N, share) for name, share in PER_MILLE.items()},
     )

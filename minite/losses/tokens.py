@@ -6,6 +6,7 @@ Shape letters: T tokens of the packed batch, N loss tokens among them, R respons
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class LossTokens:
     def num_tokens(self) -> int:
         return int(self.gap_N.numel())
 
-    @property
+    @cached_property
     def finite_N(self) -> Tensor:
         return self.gap_N.isfinite()
 
@@ -45,20 +46,21 @@ def loss_tokens(
     ):  # fmt: skip
         if value.shape != mask_T.shape or value.dim() != 1:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected 1-D like mask_T {tuple(mask_T.shape)}")
-    advantage_N = advantage_T.detach()[mask_T].double()
+    index_N = mask_T.nonzero().squeeze(-1)  # a mask is turned into this at every use of it
+    advantage_N = advantage_T.detach()[index_N].double()
     if not bool(advantage_N.isfinite().all()):
         raise ValueError(
             "advantage_T holds inf or nan on loss tokens, expected finite numbers, as group_advantage gives"
         )
-    ids_R, response_N, count_R = torch.unique_consecutive(sequence_T[mask_T], return_inverse=True, return_counts=True)
+    ids_R, response_N, count_R = torch.unique_consecutive(sequence_T[index_N], return_inverse=True, return_counts=True)
     if torch.unique(ids_R).numel() != ids_R.numel():
         raise ValueError("sequence_T names a response in two separate runs: the tokens of a response must lie together")
     start_R = count_R.cumsum(0) - count_R
-    index_N = torch.arange(advantage_N.numel(), device=mask_T.device)
+    rank_N = torch.arange(advantage_N.numel(), device=mask_T.device)
     return LossTokens(
-        gap_N=old_logprob_T.detach()[mask_T].double() - sampler_logprob_T.detach()[mask_T].double(),
+        gap_N=old_logprob_T.detach()[index_N].double() - sampler_logprob_T.detach()[index_N].double(),
         advantage_N=advantage_N,
         response_N=response_N,
-        position_N=index_N - start_R[response_N],
+        position_N=rank_N - start_R[response_N],
         length_N=count_R[response_N],
     )

@@ -53,13 +53,10 @@ def token_regions(config: CorrectionConfig, tokens: LossTokens, calm: float) -> 
     size_N = tokens.gap_N.abs()
     push_N = push_on_gap(tokens)
     limit_N = torch.where(tokens.advantage_N < 0, config.limit_negative, config.limit_positive)
-    beyond_N = size_N > calm
-    region_N = torch.full_like(tokens.response_N, Region.CLEAR)
-    region_N[beyond_N & (push_N < 0)] = Region.NARROWING
-    region_N[beyond_N & (push_N > 0)] = Region.WIDENING
-    region_N[beyond_N & (push_N > 0) & (size_N > limit_N)] = Region.TAIL
-    region_N[~tokens.finite_N] = Region.BROKEN
-    return region_N
+    widening_N = torch.where(size_N > limit_N, int(Region.TAIL), int(Region.WIDENING))
+    moved_N = torch.where(push_N > 0, widening_N, int(Region.NARROWING))
+    region_N = torch.where((size_N > calm) & (push_N != 0), moved_N, int(Region.CLEAR))
+    return torch.where(tokens.finite_N, region_N, int(Region.BROKEN))
 
 
 def push_on_gap(tokens: LossTokens) -> Tensor:

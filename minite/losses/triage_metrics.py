@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -20,19 +21,21 @@ def region_metrics(names: Sequence[str], region_N: Tensor, weight_N: Tensor, tok
 
     Args: names by region number; region_N int64 [N]; weight_N float64 [N].
     """
+    regions, total = len(names), max(tokens.num_tokens, 1)
+    quarter_N = (QUARTERS * tokens.position_N.double() / tokens.length_N).long()  # exact: the floor of small quotients
+    counts = region_N.mul(QUARTERS).add(quarter_N).bincount(minlength=regions * QUARTERS).view(regions, QUARTERS)
+    zeros = weight_N.new_zeros(regions)
+    weights = zeros.index_add(0, region_N, weight_N).tolist()
+    pulls = zeros.index_add(0, region_N, tokens.advantage_N.abs() * weight_N).tolist()
+    total_pull, quarter_sizes = math.fsum(pulls), counts.sum(0).tolist()
     metrics: dict[str, float] = {}
-    pull_N = tokens.advantage_N.abs() * weight_N
-    total_pull = float(pull_N.sum())
-    quarter_N = QUARTERS * tokens.position_N // tokens.length_N
-    quarter_sizes = [int((quarter_N == q).sum()) for q in range(QUARTERS)]
-    for number, name in enumerate(names):
-        in_region_N = region_N == number
-        count = int(in_region_N.sum())
-        metrics[f"triage/{name}_frac"] = count / max(tokens.num_tokens, 1)
-        metrics[f"triage/{name}_grad_share"] = float(pull_N[in_region_N].sum()) / total_pull if total_pull else 0.0
+    for name, by_quarter, weight, pull in zip(names, counts.tolist(), weights, pulls, strict=True):
+        count = sum(by_quarter)
+        metrics[f"triage/{name}_frac"] = count / total
+        metrics[f"triage/{name}_grad_share"] = pull / total_pull if total_pull else 0.0
         if count:
-            metrics[f"triage/{name}_weight"] = float(weight_N[in_region_N].sum()) / count
+            metrics[f"triage/{name}_weight"] = weight / count
         for q, size in enumerate(quarter_sizes):
             if size:
-                metrics[f"triage/{name}_frac_q{q + 1}"] = int((in_region_N & (quarter_N == q)).sum()) / size
+                metrics[f"triage/{name}_frac_q{q + 1}"] = by_quarter[q] / size
     return metrics
