@@ -109,17 +109,23 @@ def test_settings_that_do_not_fit(tmp_path, settings, words):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """The gap that the monitor sees is 0.01 up to step 5 and 1 from then on; what is measured stays in gap/abs_max."""
+    """The gap that the monitor sees is 0.01 up to step 5, then 1, and 100 from step 14 on; what is measured stays in
+    gap/abs_max."""
     inner, step = loop.gap_metrics, [0]
 
     def metrics(summary):
         step[0] += 1
-        return inner(summary) | {"gap/abs_mean": 0.01 if step[0] <= 5 else 1.0, "gap/p1": -0.05}
+        return inner(summary) | {
+            "gap/abs_mean": 0.01 if step[0] <= 5 else 1.0 if step[0] <= 13 else 100.0,
+            "gap/p1": -0.05,
+        }
 
     monkeypatch.setattr(loop, "gap_metrics", metrics)
     return step
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_switches_both_sides_and_resumes_under_the_new_plan(ray_cluster, cache, tmp_path, planted):
     settings = (*SWITCH, STRICT, "driver.eval_every=100", "driver.checkpoint_every=9", "driver.steps=10")
     whole = tmp_path / "whole"
@@ -137,3 +143,25 @@ def test_a_run_switches_both_sides_and_resumes_under_the_new_plan(ray_cluster, c
     assert open_subject(whole, (), None, print).plan.digest == now.digest
     loop.resume(whole)
     assert lines(whole) == told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_stops_then_goes_on_slower_then_only_warns(ray_cluster, cache, tmp_path, planted, capsys):
+    """The other three actions, each in the run itself: one drift at step 8 and, from a new baseline, one at step 16."""
+    settings = (*WATCH, STRICT, "driver.eval_every=100", "driver.checkpoint_every=3", "driver.steps=9")
+    run_dir = tmp_path / "run"
+    with pytest.raises(UserError, match="step 8: gap has drifted since step 6; stopped as monitor.on_drift says"):
+        loop.train(config(tmp_path, *settings, "monitor.on_drift=stop"), run_dir)
+    assert [line["step"] for line in lines(run_dir)] == [*range(8)]
+    planted[0] = 6
+    loop.resume(run_dir, ["monitor.on_drift=lower_lr", "monitor.lr_factor=0.25"])
+    rates = [line["learner/lr"] for line in lines(run_dir)[1:]]
+    assert rates[:8] == [rates[0]] * 8 and rates[8] == pytest.approx(rates[0] / 4)
+    loop.resume(run_dir, ["monitor.on_drift=warn", "driver.steps=17"])
+    told = lines(run_dir)
+    assert [line["step"] for line in told if line.get("monitor/drift")] == [8, 16]
+    assert told[17]["learner/lr"] == pytest.approx(rates[8])  # what was lowered stays so, and nothing more is done
+    out = capsys.readouterr().out
+    assert "step 8: gap has drifted since step 6; the learning rate is now 0.25 of the recipe's" in out
+    assert "step 16: gap has drifted since step 14; going on" in out
