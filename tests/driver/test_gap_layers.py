@@ -63,6 +63,13 @@ def outer_scale(engines: Pair) -> None:
     layer.gate_up.buffers["weight_amax"].copy_(layer.down.buffers["weight_amax"].expand(-1, 2))
 
 
+def gate_for_up(engines: Pair) -> None:
+    """Two outer scales, swapped or not, are refused at the load (tests/sampler/test_embedded_weights.py); block scales
+    are not."""
+    scale_ENG = sampler_layer(engines, 1).gate_up.buffers["weight_scale"].view(torch.uint8)
+    scale_ENG.copy_(torch.cat(scale_ENG.chunk(2, dim=1)[::-1], dim=1))
+
+
 def block_scale(engines: Pair) -> None:
     scale = sampler_layer(engines, 0).o.buffers["weight_scale"]
     scale.view(torch.uint8).copy_(scale.view(torch.uint8).roll(1, -1))
@@ -120,6 +127,7 @@ def swapped_swiglu(patch: Any) -> None:
     ("before", "during", "module", "cause"),
     [
         (outer_scale, nothing, "model.layers.1.mlp.experts.gate_up_proj", "weight outer scale"),
+        (gate_for_up, nothing, "model.layers.1.mlp.experts.gate_up_proj", "weight block scales (experts 0, 1, 2, 3:"),
         (block_scale, nothing, "model.layers.0.self_attn.o_proj", "weight block scales"),
         (tensor_amax, nothing, "model.layers.1.self_attn.qkv_proj", "input operand: nvfp4_row in the learner, nvfp4_t"),
         (stale_expert, nothing, "model.layers.1.mlp.experts.down_proj", "weight codes (expert 2:"),
