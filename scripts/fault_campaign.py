@@ -7,12 +7,14 @@ without faults, every prompt counted once, no token of other weights (strict mod
 checkpoint that leads a step further, and no process left.
 
 OUT/results.jsonl gets a line as each run ends. The same command goes on where it was stopped; unfinished runs are begun
-anew. Folders of runs that ended well are removed, others are kept with their log.txt.
+anew. Results of another seed, of other steps, faults, timeout or device, or of other code are refused: give another
+--out. Folders of runs that ended well are removed, others are kept with their log.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import shutil
@@ -26,7 +28,7 @@ from typing import Any
 
 import psutil
 from fault_kinds import FAULTS, Fault
-from fault_run import Running, Stopped, problems
+from fault_run import ROOT, Running, Stopped, problems
 
 
 class Campaign:
@@ -37,27 +39,41 @@ class Campaign:
         self.faults = [FAULTS[name] for name in args.faults] if args.faults else list(FAULTS.values())
         devices = [f"{role}.device={args.device}" for role in ("learner", "sampler")]
         self.settings = [f"driver.steps={args.steps}", f"driver.timeout={args.timeout:g}", *devices]
-        self.file = self.out / "results.jsonl"
+        self.identity = {name: getattr(args, name) for name in ("seed", "steps", "timeout", "device")}
+        self.identity |= {"faults": [fault.name for fault in self.faults], "code": _digest_of_code()}
+        self.file, self.kept = self.out / "results.jsonl", self.out / "reference.json"
         self.out.mkdir(parents=True, exist_ok=True)
-        self.results = {r["run"]: r for r in map(json.loads, self._read()) if r["done"] and r["steps"] == args.steps}
+        self.results = {r["run"]: r for r in self._read(self.file) if r["done"]}
+        self._read(self.kept)
 
-    def _read(self) -> list[str]:
-        return self.file.read_text().splitlines() if self.file.exists() else []
+    def _read(self, file: Path) -> list[dict[str, Any]]:
+        """The lines of a file of this campaign. Ends the program when they are another's."""
+        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        for record in records:
+            theirs = record.get("campaign", {})
+            for name, mine in self.identity.items():
+                if theirs.get(name) != mine:
+                    print(
+                        f"{file}: made with {name} {theirs.get(name)}, now {mine}: give another --out", file=sys.stderr
+                    )
+                    raise SystemExit(2)
+        return records
 
     def reference(self) -> list[dict[str, Any]]:
         """Lines of the run without faults, made once."""
-        kept = self.out / f"reference_{self.args.steps}.json"
-        if not kept.exists():
+        if not self.kept.exists():
             run = Running(self.out / "reference", self.settings, self.args.patience, self.stop)
             try:
                 if run.wait_for_end() != 0 or (wrong := problems(run, self.args.steps, None)):
                     raise SystemExit(f"the run without faults failed: {wrong}; see {run.folder}/log.txt")
-                kept.write_text(json.dumps(run.lines()[: self.args.steps + 1]))
+                lines = run.lines()[: self.args.steps + 1]
+                self.kept.write_text(json.dumps({"campaign": self.identity, "lines": lines}))
             finally:
                 run.end()
             shutil.rmtree(run.folder)
-        lines: list[dict[str, Any]] = json.loads(kept.read_text())
-        return lines
+        (kept,) = self._read(self.kept)
+        reference: list[dict[str, Any]] = kept["lines"]
+        return reference
 
     def one(self, number: int, reference: Future[list[dict[str, Any]]]) -> dict[str, Any]:
         """A run with its faults, and its line of results. Waits for the reference where it needs it: at the end."""
@@ -66,7 +82,7 @@ class Campaign:
         chosen = [f for f in self.faults if f.same_numbers or not whole]
         times = sorted(rng.uniform(1, 0.9 * self.args.steps) for _ in chosen)
         rng.shuffle(chosen)
-        result: dict[str, Any] = {"run": number, "steps": self.args.steps, "done": False, "faults": [], "problems": []}
+        result: dict[str, Any] = {"run": number, "done": False, "faults": [], "problems": []}
         started = time.monotonic()
         run = Running(self.out / f"run_{number:03d}", self.settings, self.args.patience, self.stop)
         try:
@@ -128,7 +144,7 @@ class Campaign:
             return
         self.results[result["run"]] = result
         with self.file.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+            file.write(json.dumps(result | {"campaign": self.identity}) + "\n")
         state = "stopped" if not result["done"] else "; ".join(result["problems"]) or "ended well"
         done = sum(r["done"] for r in self.results.values())
         print(
@@ -136,6 +152,14 @@ class Campaign:
             f"({done} of {self.args.runs})",
             flush=True,
         )
+
+
+def _digest_of_code() -> str:
+    """Of all that decides what a run does."""
+    digest = hashlib.sha256()
+    for path in sorted([*(ROOT / "minite").rglob("*.py"), *(ROOT / "scripts").glob("fault_*")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _inject(run: Running, fault: Fault, steps: int) -> float:

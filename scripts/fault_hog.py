@@ -6,13 +6,17 @@ import logging
 import sys
 
 import numpy as np
-import ray
+
+from minite.config import env
 
 PART = 16 << 20  # bytes
 
 
 def main(address: str) -> None:
     """Says "full" when more is held than the store takes. Held views cannot be moved to the disk."""
+    env.apply_ray_env()
+    import ray  # it looks for them when it is imported
+
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     size = int(ray.cluster_resources()["object_store_memory"])
     held = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -94,25 +95,31 @@ def _cut_sync(victim: str) -> Callable[[Running], None]:
 
 
 def _full_store(run: Running) -> None:
-    """Another process fills Ray's object store, holds it until the run is a step further, and goes."""
-    address = next(
-        argument.partition("=")[2]
-        for process in psutil.Process(run.process.pid).children(recursive=True)
-        for argument in process.cmdline()
-        if argument.startswith("--gcs-address=")
-    )
-    command = [sys.executable, str(ROOT / "scripts" / "fault_hog.py"), address]
+    """Another process fills Ray's object store and holds it until Ray has said so and the run is a step further."""
+    raylet = next(p for p in psutil.Process(run.process.pid).children(recursive=True) if p.name() == "raylet")
+    options = dict(word.removeprefix("--").split("=", 1) for word in raylet.cmdline() if word.startswith("--"))
+    log = Path(options["log_dir"]) / "raylet.out"
+    command = [sys.executable, str(ROOT / "scripts" / "fault_hog.py"), options["gcs-address"]]
     hog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert hog.stdout is not None
         if hog.stdout.readline() != "full\n":
             raise RuntimeError("the object store could not be filled")
-        run.write("log.txt", "object store: full\n", append=True)
+        mark = log.stat().st_size
+        run.wait(lambda: _line_of(log, _FULL, mark) is not None, "Ray says that its object store is full")
         run.wait_for_step(run.furthest + 1)
+        run.write("log.txt", f"{_line_of(log, _FULL, mark)}\n", append=True)
     finally:
         hog.communicate("")
 
 
+def _line_of(log: Path, pattern: str, mark: int) -> str | None:
+    """The last line after ``mark`` that has ``pattern``."""
+    lines = log.read_bytes()[mark:].decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if re.search(pattern, line)), None)
+
+
+_FULL = r"spilling because current usage [1-9]\d\d[.%]"  # Ray's own words, and its measure: 100 % or more
 _DIED = "process died|could not share"
 FAULTS = {
     fault.name: fault
@@ -128,7 +135,7 @@ FAULTS = {
         Fault("checkpoint unwritable", _full_disk, "tries again"),
         Fault("checkpoint truncated", _damage(lambda data: data[:-100]), "damaged checkpoint"),
         Fault("checkpoint bit flipped", _damage(_flipped), "damaged checkpoint"),
-        Fault("object store full", _full_store, "object store: full"),
+        Fault("object store full", _full_store, _FULL),
         Fault("sync cut: sampler killed", _cut_sync("_Sampler"), _DIED),
         Fault("sync cut: learner killed", _cut_sync("_Learner"), _DIED),
     )

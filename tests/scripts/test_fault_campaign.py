@@ -33,7 +33,7 @@ def result(number: int, done: bool, problems: list[str], **survived: float | Non
         {"fault": name.replace("_", " "), "step": 1, "survived": seconds is not None} | {"seconds": seconds}
         for name, seconds in survived.items()
     ]
-    return {"run": number, "steps": STEPS, "done": done, "faults": faults, "problems": problems, "seconds": 1.0}
+    return {"run": number, "done": done, "faults": faults, "problems": problems, "seconds": 1.0}
 
 
 def test_the_table_counts_by_fault() -> None:
@@ -70,6 +70,48 @@ def test_a_second_call_does_what_is_left_and_a_stopped_run_again(
     assert fault_campaign.main(arguments) == 0 and asked[3:] == [1]
     assert "3 of 3 finished runs ended well; 0 stopped" in capsys.readouterr().out
     assert fault_campaign.main([*arguments, "--minutes", "0"]) == 0 and asked[4:] == []
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "reference.json"])
+def test_what_another_campaign_left_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fault_campaign
+
+    def make(*arguments: str) -> int:
+        return fault_campaign.main(["--out", str(tmp_path / "out"), "--runs", "1", "--steps", str(STEPS), *arguments])
+
+    def reference(self: fault_campaign.Campaign) -> list[dict[str, object]]:
+        self.kept.write_text(json.dumps({"campaign": self.identity, "lines": []}))
+        return []
+
+    monkeypatch.setattr(fault_campaign.Campaign, "one", lambda *_: result(0, True, [], sampler_killed=2.0))
+    monkeypatch.setattr(fault_campaign.Campaign, "reference", reference)
+    assert make() == 0
+    for other in {"results.jsonl", "reference.json"} - {name}:
+        (tmp_path / "out" / other).unlink()
+    before = (tmp_path / "out" / name).read_bytes()
+    others = [["--seed", "1"], ["--steps", "4"], ["--timeout", "5"], ["--device", "cuda"]]
+    for changed in (*others, ["--faults", "sampler killed"]):
+        with pytest.raises(SystemExit, match="2"):
+            make(*changed)
+        assert f"{name}: made with {changed[0][2:]} " in capsys.readouterr().err
+    monkeypatch.setattr(fault_campaign, "_digest_of_code", lambda: "0")
+    with pytest.raises(SystemExit, match="2"):
+        make()
+    assert "made with code" in capsys.readouterr().err
+    assert (tmp_path / "out" / name).read_bytes() == before
+
+
+def test_that_the_store_is_full_is_taken_from_ray(tmp_path: Path) -> None:
+    from fault_kinds import _FULL, _line_of
+
+    said = "(raylet) node_manager.cc:2475: Triggering object spilling because current usage {} is above threshold 80%."
+    log = tmp_path / "raylet.out"
+    lines = [said.format(usage) + "\n" for usage in ("100.001%", "93.7512%", "100%", "81.25%")]
+    log.write_text("".join(lines))
+    assert _line_of(log, _FULL, 0) == said.format("100%")
+    assert _line_of(log, _FULL, len("".join(lines[:3]))) is None
 
 
 def test_a_run_finds_the_packages_and_the_device_of_the_campaign(
