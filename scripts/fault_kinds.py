@@ -97,9 +97,9 @@ def _cut_sync(victim: str) -> Callable[[Running], None]:
 def _full_store(run: Running) -> None:
     """Another process fills Ray's object store and holds it until Ray has said so and the run is a step further."""
     raylet = next(p for p in psutil.Process(run.process.pid).children(recursive=True) if p.name() == "raylet")
-    options = dict(word.removeprefix("--").split("=", 1) for word in raylet.cmdline() if word.startswith("--"))
-    log = Path(options["log_dir"]) / "raylet.out"
-    command = [sys.executable, str(ROOT / "scripts" / "fault_hog.py"), options["gcs-address"]]
+    options = {word.partition("=")[0]: word.partition("=")[2] for word in raylet.cmdline()}
+    log = Path(options["--log_dir"]) / "raylet.out"
+    command = [sys.executable, str(ROOT / "scripts" / "fault_hog.py"), options["--gcs-address"]]
     hog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert hog.stdout is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +22,8 @@ from minite.driver.tokenizer import Tokenizer
 from minite.errors import UserError
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_EXPECTED = '{"prompt": "...", "answer": "..."}'
+MAX_LINE = 16 << 20  # of a JSON-lines file [bytes]; no model has room for such a prompt
 MAX_QUESTIONS = 1 << 18  # arithmetic holds all its questions in memory
 
 
@@ -99,28 +101,50 @@ def jsonl(data: DataConfig) -> list[Example]:
         what = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"data.path: {path} {what}; expected a JSON-lines file; {nearest(path.name, sorted(files))}")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.path: {path} cannot be read: {error}; expected UTF-8 text") from None
-    examples = [_parse_line(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+        examples = [_parse_line(line, f"{path}:{i}") for i, line in enumerate(_lines(path), 1) if line.strip()]
+    except OSError as error:
+        raise UserError(f"data.path: {path} cannot be read: {error}") from None
     if not examples:
-        raise UserError(f'data.path: {path} is empty; expected lines {{"prompt": "...", "answer": "..."}}')
+        raise UserError(f"data.path: {path} is empty; expected lines {_EXPECTED}")
     return examples
 
 
-def _parse_line(line: str, where: str) -> Example:
+def _lines(path: Path) -> Iterator[bytes]:
+    """Cut at newlines only; text would also be cut at U+2028. One line at a time is held."""
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE + 1)
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB; expected {_EXPECTED}")
+            if not line:
+                return
+            yield line
+
+
+def _parse_line(line: bytes, where: str) -> Example:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f'{where}: not JSON ({error}); expected {{"prompt": "...", "answer": "..."}}') from None
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); expected {_EXPECTED}") from None
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and lists in lists in lists
+        what = "nested too deep" if isinstance(error, RecursionError) else error
+        raise UserError(f"{where}: not JSON ({what}); expected {_EXPECTED}") from None
     if not isinstance(record, dict):
-        raise UserError(f'{where}: got {line[:40]!r}; expected {{"prompt": "...", "answer": "..."}}')
+        raise UserError(f"{where}: got {_shown(record)}; expected {_EXPECTED}")
     for key in ("prompt", "answer"):
         if key not in record:
-            raise UserError(f"{where}: no key '{key}' among {', '.join(map(repr, record)) or 'none'}")
+            raise UserError(f"{where}: no key '{key}' among {_shown(list(record))}")
         if not isinstance(record[key], str) or not record[key]:
-            raise UserError(f"{where}: '{key}' is {record[key]!r}; expected text of at least one character")
+            raise UserError(f"{where}: '{key}' is {_shown(record[key])}; expected text of at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in record[key]):  # JSON can write it, UTF-8 cannot
+            raise UserError(f"{where}: '{key}' has half of a surrogate pair: {_shown(record[key])}; expected text")
     return Example(record["prompt"], record["answer"], record["prompt"])
+
+
+def _shown(value: Any) -> str:
+    """As much of a value as a line has room for."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def reasoning_gym(data: DataConfig) -> list[Example]:

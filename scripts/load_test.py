@@ -1,0 +1,260 @@
+"""Load and leaks on a CPU: many requests, many training steps, many weight syncs; nothing lost, memory flat.
+
+    python scripts/load_test.py                              # all three as a release wants them: up to half an hour
+    python scripts/load_test.py requests --count 500         # one of them, smaller
+    python scripts/load_test.py steps --count 2000 --set driver.placement=separate
+
+requests: prompts through one built-in sampler, random lengths, some aborted at random times. Each must come back once,
+          with the tokens it asked for or as aborted, and the KV cache must be empty again.
+steps:    `minite train` as it is, with its Ray, of which driver, learner and sampler are watched.
+syncs:    random weights, packed as a learner packs them, into one engine; each must be held as it was sent.
+
+The slope is that of a line through the memory samples of the last three quarters; a leak makes it positive. Exit code 1
+when something was lost or a slope is above its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from minite.backends.registry import get_backend
+from minite.config import RunConfig, load_recipe, resolve_plan
+from minite.models import get_model
+from minite.sampler.embedded import EmbeddedEngine
+from minite.sampler.engine import EngineStats, Request, SamplingParams
+from minite.sync.export import pack
+from minite.sync.transport import package
+from minite.types import WeightVersion
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "scripts" / "load_test.yaml"
+COUNTS = {"requests": 10_000, "steps": 2_000, "syncs": 1_000}
+BOUND = {"requests": 4.0, "steps": 4.0, "syncs": 4.0}  # KiB per request, step, sync
+# Why: a sync moves 40 KB of weights and a step some 5 KB of rollout besides: keeping either shows, and what an
+# allocator does (some 2 MB that come and go) does not. 2,000 steps at the bound are 8 MB. Of a request its answer is
+# kept until all have ended, 1 KB.
+ABORTED = 0.1  # share of the requests that somebody stops asking for
+
+
+@dataclass
+class Outcome:
+    """One line of the table, and what is wrong with it."""
+
+    name: str
+    count: int
+    seconds: float = 0.0
+    said: str = ""
+    memory: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # process -> (count, RSS [bytes])
+    wrong: list[str] = field(default_factory=list)
+
+    def check_memory(self) -> None:
+        """Adds what grew."""
+        for who, samples in self.memory.items():
+            if slope(samples) > BOUND[self.name]:
+                self.wrong.append(f"{who} grows by {slope(samples):.2f} KiB each, at most {BOUND[self.name]:g} allowed")
+
+
+def slope(samples: list[tuple[int, int]]) -> float:
+    """Growth of the memory over the last three quarters. [KiB each]"""
+    last = [s for s in samples if s[0] >= samples[-1][0] / 4]
+    if len(last) < 3:
+        return float("nan")
+    x, y = np.array(last, dtype=float).T
+    return float(np.polyfit(x, y, 1)[0]) / 1024
+
+
+def tell(words: str) -> None:
+    """A line that replaces itself on a terminal."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"\033[K{words}" if sys.stderr.isatty() else words, end=end, file=sys.stderr, flush=True)
+
+
+def ship(engine: EmbeddedEngine, config: RunConfig, seed: int) -> tuple[str, WeightVersion]:
+    """Random weights into the engine: (digest of what it holds, version that was sent)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = get_model(config.model.kind).hf_tensors(config.model)
+    plan, backend = engine.plan, get_backend(engine.plan.backend, device="cpu", strict=False)
+
+    def random_tensor(shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=generator)
+        return (1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5).bfloat16()
+
+    weights = {name: random_tensor(shape) for name, shape in shapes.items()}
+    buckets, version = package(pack(plan, weights.items(), backend, shapes=shapes), seed, plan.digest)
+    engine.begin_update(version)
+    for bucket in buckets:
+        engine.load_bucket(bucket)
+    return engine.finish_update(), version
+
+
+def make_engine(config: RunConfig, progress: Callable[[EngineStats], None] | None = None) -> EmbeddedEngine:
+    engine = EmbeddedEngine(config, resolve_plan(config), "cpu", progress)
+    ship(engine, config, 0)
+    return engine
+
+
+def requests(config: RunConfig, count: int, seed: int) -> Outcome:
+    """All at once into one engine; in every step some are given up, waiting ones and running ones alike."""
+    rng, made, me = random.Random(seed), [], psutil.Process()
+    for i in range(count):
+        prompt = tuple(rng.randrange(config.model.vocab_size) for _ in range(rng.randint(1, 40)))
+        made.append(Request(f"r{i}", prompt, SamplingParams(rng.randint(1, 24), stop_token_ids=(1,), seed=i)))
+    unwanted = rng.sample([r.request_id for r in made], int(ABORTED * count))
+    given_up: set[str] = set()
+    outcome = Outcome("requests", count, memory={"engine": []})
+
+    def progress(stats: EngineStats) -> None:
+        now = [unwanted.pop() for _ in range(min(rng.randrange(4), len(unwanted)))]
+        given_up.update(name for name in now if engine.abort([name]))
+        if stats.decode_steps % 20 == 0:
+            done = stats.requests - stats.running - len(engine.scheduler.waiting)
+            outcome.memory["engine"].append((done, me.memory_info().rss))
+            tell(f"requests: {done} of {count} done, {stats.running} running, {stats.kv_tokens_used} KV tokens used")
+
+    engine = make_engine(config, progress)
+    started = time.monotonic()
+    completions = engine.generate(made)
+    outcome.seconds = time.monotonic() - started
+    ended = {reason: [c for c in completions if c.finish_reason == reason] for reason in ("stop", "length", "abort")}
+    outcome.said = ", ".join(f"{len(found)} {reason}" for reason, found in ended.items())
+    outcome.wrong += [f"{r.request_id} came back as {c.request_id}"
+                      for r, c in zip(made, completions, strict=True) if r.request_id != c.request_id]  # fmt: skip
+    if sum(map(len, ended.values())) != count or {c.request_id for c in ended["abort"]} != given_up:
+        outcome.wrong.append(f"of {count} requests and {len(given_up)} aborted ones came back: {outcome.said}")
+    short = [c.request_id for r, c in zip(made, completions, strict=True)
+             if (c.finish_reason == "length" and len(c.tokens) != r.params.max_new_tokens)
+             or (c.finish_reason == "stop" and c.tokens[-1] != 1)]  # fmt: skip
+    if short:
+        outcome.wrong.append(f"{short[:5]} ended before their end")
+    whole = engine.scheduler.ranges.take(config.sampler.kv_tokens)
+    if engine.stats().kv_tokens_used != config.sampler.kv_tokens or whole != 0:
+        outcome.wrong.append("the KV cache is not one free range again")
+    return outcome
+
+
+def syncs(config: RunConfig, count: int, seed: int) -> Outcome:
+    """New weights again and again; the engine hashes what it holds each time."""
+    engine, me, started = make_engine(config), psutil.Process(), time.monotonic()
+    outcome, seen = Outcome("syncs", count, memory={"engine": []}), set()
+    for i in range(1, count + 1):
+        held, version = ship(engine, config, seed * count + i)
+        seen.add(held)
+        if held != version.weight_digest:
+            outcome.wrong.append(f"sync {i}: other weights are held than were sent")
+        if i % max(count // 100, 1) == 0:
+            outcome.memory["engine"].append((i, me.memory_info().rss))
+            tell(f"syncs: {i} of {count}")
+    outcome.seconds, outcome.said = time.monotonic() - started, f"{len(seen)} different weights held"
+    if len(seen) != count:
+        outcome.wrong.append(outcome.said)
+    return outcome
+
+
+def steps(count: int, settings: list[str]) -> Outcome:
+    """A run in a process of its own, watched from outside."""
+    outcome = Outcome("steps", count, memory={"driver": [], "learner": [], "sampler": []})
+    with tempfile.TemporaryDirectory() as folder:
+        words = [word for setting in (f"driver.steps={count}", *settings) for word in ("-o", setting)]
+        command = [sys.executable, "-m", "minite.cli", "train", str(RECIPE), "--run-dir", "run", *words]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with (Path(folder) / "log.txt").open("w") as log:
+            environment = {**os.environ, "PYTHONPATH": paths}
+            run = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            started = _watch(run, Path(folder) / "run" / "metrics.jsonl", outcome)
+            outcome.seconds = time.monotonic() - started
+        finally:
+            run.terminate()
+            run.wait()
+        lines = _lines(Path(folder) / "run" / "metrics.jsonl")
+        outcome.said = f"{len(lines)} lines of metrics"
+        if run.returncode != 0 or len(lines) != count + 1:
+            last = (Path(folder) / "log.txt").read_text().splitlines()[-3:]
+            outcome.wrong.append(f"exit code {run.returncode}, {outcome.said}: {' / '.join(last)}")
+    return outcome
+
+
+def _watch(run: subprocess.Popen[bytes], metrics: Path, outcome: Outcome) -> float:
+    """Samples of memory until the run ends. Returns when its first step was seen."""
+    started = time.monotonic()
+    while run.poll() is None:
+        done = len(_lines(metrics)) - 1
+        with suppress(psutil.Error):  # a process that has just ended
+            for who, process in _processes(run.pid).items():
+                if done > 0:
+                    outcome.memory[who].append((done, process.memory_info().rss))
+        started = started if done > 0 else time.monotonic()
+        tell(f"steps: {max(done, 0)} of {outcome.count}")
+        time.sleep(5 if outcome.count > 100 else 0.5)
+    return started
+
+
+def _processes(pid: int) -> dict[str, psutil.Process]:
+    driver, found = psutil.Process(pid), {}
+    for child in driver.children(recursive=True):
+        for who, title in (("learner", "ray::_Learner"), ("sampler", "ray::_Sampler")):
+            if " ".join(child.cmdline()).startswith(title):
+                found[who] = child
+    return {"driver": driver, **found}
+
+
+def _lines(metrics: Path) -> list[dict[str, float]]:
+    whole = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+    return [json.loads(line) for line in whole]
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """What was done, how long it took, memory at its start and its end, and how it grew."""
+    rows = [
+        f"{'':10}{'count':>8}{'time [s]':>10}{'of':>10}{'RSS [MiB]':>16}{'slope [KiB each]':>18}{'bound':>7}  result"
+    ]
+    for outcome in outcomes:
+        head = f"{outcome.name:10}{outcome.count:8}{outcome.seconds:10.0f}"
+        for who, samples in outcome.memory.items():
+            ends = f"{samples[0][1] / 2**20:.1f} - {samples[-1][1] / 2**20:.1f}" if samples else "never seen"
+            grew = f"{slope(samples):18.3f}" if samples else f"{'':18}"
+            rows.append(f"{head}{who:>10}{ends:>16}{grew}{BOUND[outcome.name]:7g}  {outcome.said}")
+            head, outcome.said = f"{'':28}", ""
+    return "\n".join(rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
+    parser.add_argument("what", nargs="*", choices=[*COUNTS, []], metavar="WHAT", help=f"of {', '.join(COUNTS)}; all")
+    parser.add_argument("--count", type=int, help=f"of each; default {', '.join(map(str, COUNTS.values()))}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the recipe")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    config, outcomes = load_recipe(RECIPE, args.set), []
+    for name in args.what or COUNTS:
+        count = args.count or COUNTS[name]
+        outcome = steps(count, args.set) if name == "steps" else globals()[name](config, count, args.seed)
+        outcome.check_memory()
+        outcomes.append(outcome)
+    print(table(outcomes))
+    for outcome in outcomes:
+        for problem in outcome.wrong[:5]:
+            print(f"{outcome.name}: {problem}", file=sys.stderr)
+    return int(any(outcome.wrong for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
