@@ -8,15 +8,19 @@ from __future__ import annotations
 import errno
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from minite.config import RunConfig, config_to_dict, env
 from minite.errors import UserError
 
+MAX_VISITORS, PATIENCE = 16, 10.0  # at a time; for the next byte of a request [s]
 HOST = "127.0.0.1"  # of the endpoint: what a run does is nobody's business on the network
 
 # setting -> (package to import, extra of miniTE that installs it)
@@ -93,15 +97,47 @@ class TensorBoard:
         self._writer.close()
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each visitor, but only for some at a time, and what goes wrong with one is nothing to the run."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_VISITORS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: the visitor left, or never came to the point."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = PATIENCE
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing: the terminal is the run's."""
+
+
 class PrometheusEndpoint:
     """http://127.0.0.1:PORT/metrics: the newest value of each metric as a gauge, `gap/p0.1` as `minite_gap_p0_1`."""
 
     def __init__(self, port: int) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._registry = CollectorRegistry()  # not the library's global one: a process may hold several runs in turn
         try:
-            self._server, self._thread = start_http_server(port, addr=HOST, registry=self._registry)
+            self._server = make_server(HOST, port, make_wsgi_app(self._registry), _Server, _Handler)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
@@ -109,6 +145,8 @@ class PrometheusEndpoint:
                 f"driver.prometheus_port is {port}: {error.strerror.lower()} on {HOST}; another run may hold it: "
                 "take another with -o driver.prometheus_port=N, or leave it out with null"
             ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self._gauges: dict[str, Any] = {}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

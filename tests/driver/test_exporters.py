@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 from minite.driver.exporters import (
+    MAX_VISITORS,
     PrometheusEndpoint,
     TensorBoard,
     WeightsAndBiases,
@@ -59,6 +63,59 @@ def test_the_endpoint_listens_on_loopback_only(endpoint) -> None:
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()]
     listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(hexed)]
     assert listening == [f"0100007F{hexed}"]
+
+
+def send(port: int, request: bytes) -> bytes:
+    """The whole answer, or as much as came before the server had enough."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as visitor, suppress(OSError):
+        visitor.sendall(request)
+        visitor.shutdown(socket.SHUT_WR)
+        while part := visitor.recv(65536):
+            answer += part
+    return answer
+
+
+HOSTILE = {
+    "noise": random.Random(0).randbytes(4096),
+    "TLS": bytes.fromhex("16030100a5") + random.Random(1).randbytes(160),
+    "nothing": b"",
+    "a path without end": b"GET /" + b"a" * 10_000_000 + b" HTTP/1.1\r\n\r\n",
+    "a header without end": b"GET / HTTP/1.1\r\nX: " + b"a" * 10_000_000 + b"\r\n\r\n",
+    "headers without end": b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 100_000 + b"\r\n",
+    "a body that never comes": b"POST /metrics HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n",
+    "a file of the machine": b"GET /../../../../etc/passwd HTTP/1.1\r\n\r\n",
+    "another method": b"DELETE /metrics HTTP/1.1\r\n\r\n",
+}
+
+
+def test_no_request_hurts_the_endpoint(endpoint, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each is answered or dropped, soon; nothing is said on the run's terminal; the next visitor is served."""
+    opened, port = endpoint
+    opened.write(1, {"reward/mean": 0.5})
+    started = time.monotonic()
+    answers = {name: send(port, request) for name, request in HOSTILE.items()}
+    assert time.monotonic() - started < 8, "well under PATIENCE, let alone a hang"
+    assert b"405" in answers["a body that never comes"] and b"405" in answers["another method"]
+    assert not any(b"root:" in answer for answer in answers.values())
+    assert scrape(port)["minite_reward_mean"] == "0.5"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_slow_visitors_are_few_and_leave(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("minite.driver.exporters._Handler.timeout", 1.0)
+    port, before = free_port(), threading.active_count()
+    with closing(PrometheusEndpoint(port)) as opened, ExitStack() as visitors:
+        opened.write(1, {"reward/mean": 0.5})
+        for _ in range(60):
+            visitor = visitors.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            visitor.sendall(b"GET / HT")
+        time.sleep(0.3)
+        assert threading.active_count() - before <= MAX_VISITORS + 1
+        time.sleep(1.5)
+        assert threading.active_count() - before <= 2, "the slow ones were sent away"
+        assert scrape(port)["minite_reward_mean"] == "0.5"
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_in_use_is_told_and_one_that_was_closed_is_free_again(tmp_path: Path) -> None:
