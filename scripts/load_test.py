@@ -4,8 +4,8 @@
     python scripts/load_test.py requests --count 500         # one of them, smaller
     python scripts/load_test.py steps --count 2000 --set driver.placement=separate
 
-requests: prompts through one built-in sampler, random lengths, some aborted at random times. Each must come back once,
-          with the tokens it asked for or as aborted, and the KV cache must be empty again.
+requests: prompts through one built-in sampler in 20 waves, random lengths, some aborted at random times. Each must come
+          back once, with the tokens it asked for or as aborted, and the KV cache must be empty again.
 steps:    `minite train` as it is, with its Ray, of which driver, learner and sampler are watched.
 syncs:    random weights, packed as a learner packs them, into one engine; each must be held as it was sent.
 
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from minite.backends.registry import get_backend
 from minite.config import RunConfig, load_recipe, resolve_plan
 from minite.models import get_model
 from minite.sampler.embedded import EmbeddedEngine
-from minite.sampler.engine import EngineStats, Request, SamplingParams
+from minite.sampler.engine import Completion, EngineStats, Request, SamplingParams
 from minite.sync.export import pack
 from minite.sync.transport import package
 from minite.types import WeightVersion
@@ -46,9 +47,9 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "scripts" / "load_test.yaml"
 COUNTS = {"requests": 10_000, "steps": 2_000, "syncs": 1_000}
 BOUND = {"requests": 4.0, "steps": 4.0, "syncs": 4.0}  # KiB per request, step, sync
-# Why: a sync moves 40 KB of weights and a step some 5 KB of rollout besides: keeping either shows, and what an
-# allocator does (some 2 MB that come and go) does not. 2,000 steps at the bound are 8 MB. Of a request its answer is
-# kept until all have ended, 1 KB.
+# Why: a sync moves 40 KB of weights, a step some 5 KB of rollout besides, a request a few KB of answer: keeping any of
+# them shows, and what an allocator does (some 2 MB that come and go) does not. 2,000 steps at the bound are 8 MB.
+WAVES, STOP = 20, 1  # calls of the engine for all requests; the token that ends an answer
 ABORTED = 0.1  # share of the requests that somebody stops asking for
 
 
@@ -110,42 +111,51 @@ def make_engine(config: RunConfig, progress: Callable[[EngineStats], None] | Non
 
 
 def requests(config: RunConfig, count: int, seed: int) -> Outcome:
-    """All at once into one engine; in every step some are given up, waiting ones and running ones alike."""
-    rng, made, me = random.Random(seed), [], psutil.Process()
-    for i in range(count):
-        prompt = tuple(rng.randrange(config.model.vocab_size) for _ in range(rng.randint(1, 40)))
-        made.append(Request(f"r{i}", prompt, SamplingParams(rng.randint(1, 24), stop_token_ids=(1,), seed=i)))
-    unwanted = rng.sample([r.request_id for r in made], int(ABORTED * count))
+    """In waves into one engine; in every step some are given up, waiting ones and running ones alike."""
+    outcome, rng, me = Outcome("requests", count, memory={"engine": []}), random.Random(seed), psutil.Process()
+    unwanted: list[str] = []
     given_up: set[str] = set()
-    outcome = Outcome("requests", count, memory={"engine": []})
 
     def progress(stats: EngineStats) -> None:
         now = [unwanted.pop() for _ in range(min(rng.randrange(4), len(unwanted)))]
         given_up.update(name for name in now if engine.abort([name]))
-        if stats.decode_steps % 20 == 0:
-            done = stats.requests - stats.running - len(engine.scheduler.waiting)
-            outcome.memory["engine"].append((done, me.memory_info().rss))
-            tell(f"requests: {done} of {count} done, {stats.running} running, {stats.kv_tokens_used} KV tokens used")
 
-    engine = make_engine(config, progress)
-    started = time.monotonic()
-    completions = engine.generate(made)
+    engine, started, ended = make_engine(config, progress), time.monotonic(), Counter[str]()
+    for first in range(0, count, max(count // WAVES, 1)):
+        wave = [_request(rng, i, config) for i in range(first, min(first + max(count // WAVES, 1), count))]
+        unwanted[:] = rng.sample([r.request_id for r in wave], int(ABORTED * len(wave)))
+        completions = engine.generate(wave)
+        ended.update(c.finish_reason for c in completions)
+        outcome.wrong += [w for r, c in zip(wave, completions, strict=True) if (w := _wrong(r, c, given_up))]
+        if engine.stats().kv_tokens_used or engine.stats().running:
+            outcome.wrong.append(f"{engine.stats().kv_tokens_used} KV tokens are used after all have ended")
+        outcome.memory["engine"].append((first + len(wave), me.memory_info().rss))
+        tell(f"requests: {first + len(wave)} of {count}")
     outcome.seconds = time.monotonic() - started
-    ended = {reason: [c for c in completions if c.finish_reason == reason] for reason in ("stop", "length", "abort")}
-    outcome.said = ", ".join(f"{len(found)} {reason}" for reason, found in ended.items())
-    outcome.wrong += [f"{r.request_id} came back as {c.request_id}"
-                      for r, c in zip(made, completions, strict=True) if r.request_id != c.request_id]  # fmt: skip
-    if sum(map(len, ended.values())) != count or {c.request_id for c in ended["abort"]} != given_up:
+    outcome.said = ", ".join(f"{number} {reason}" for reason, number in sorted(ended.items()))
+    if ended.total() != count or ended["abort"] != len(given_up):
         outcome.wrong.append(f"of {count} requests and {len(given_up)} aborted ones came back: {outcome.said}")
-    short = [c.request_id for r, c in zip(made, completions, strict=True)
-             if (c.finish_reason == "length" and len(c.tokens) != r.params.max_new_tokens)
-             or (c.finish_reason == "stop" and c.tokens[-1] != 1)]  # fmt: skip
-    if short:
-        outcome.wrong.append(f"{short[:5]} ended before their end")
-    whole = engine.scheduler.ranges.take(config.sampler.kv_tokens)
-    if engine.stats().kv_tokens_used != config.sampler.kv_tokens or whole != 0:
+    if engine.scheduler.ranges.take(config.sampler.kv_tokens) != 0:
         outcome.wrong.append("the KV cache is not one free range again")
     return outcome
+
+
+def _request(rng: random.Random, number: int, config: RunConfig) -> Request:
+    prompt = tuple(rng.randrange(config.model.vocab_size) for _ in range(rng.randint(1, 40)))
+    return Request(f"r{number}", prompt, SamplingParams(rng.randint(1, 24), stop_token_ids=(STOP,), seed=number))
+
+
+def _wrong(request: Request, completion: Completion, given_up: set[str]) -> str | None:
+    """What does not fit between a request and its answer."""
+    reason, tokens, wanted = completion.finish_reason, completion.tokens, request.params.max_new_tokens
+    fits = {
+        "abort": request.request_id in given_up and len(tokens) < wanted,
+        "stop": STOP in tokens[-1:],
+        "length": len(tokens) == wanted,
+    }[reason]
+    if fits and completion.request_id == request.request_id and completion.prompt_tokens == request.prompt_tokens:
+        return None
+    return f"{request.request_id} came back as {completion.request_id}: {reason} after {len(tokens)} of {wanted} tokens"
 
 
 def syncs(config: RunConfig, count: int, seed: int) -> Outcome:

@@ -147,6 +147,8 @@ def check_model(config: RunConfig) -> None:
             raise _fail(config, f"model.{name}", f"kind {m.kind} does not use it; remove it or change model.kind")
     if m.experts_per_token > m.num_experts:
         raise _fail(config, "model.experts_per_token", f"expected at most num_experts {m.num_experts}")
+    if m.experts_per_token == 1:  # its probability would always be 1, and megatron refuses a router that cannot learn
+        raise _fail(config, "model.experts_per_token", "expected at least 2, or num_experts: 0 for a dense model")
 
 
 def check_data(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from minite.errors import DiskError, UserError
 from minite.learner import optimizer
+from minite.learner.safe_load import SafeLoad
 
 if TYPE_CHECKING:
     from minite.learner.policy import Policy
@@ -89,11 +90,12 @@ def _of_disk(error: BaseException | None) -> bool:
 def load(policy: Policy, directory: Path) -> None:
     """Read what ``save`` wrote under the same parallel layout; training goes on bit for bit. Raises UserError."""
     try:
-        common = dist_checkpointing.load_common_state_dict(str(directory))
-    except Exception as error:  # megatron raises its own, torch's and the operating system's
-        raise UserError(f"checkpoint {directory}: cannot be read ({error}); resume from another one") from None
-    _check(policy, common, directory)
-    state = dist_checkpointing.load(_state(policy, loading=True), str(directory))
+        _check(policy, dist_checkpointing.load_common_state_dict(str(directory)), directory)
+        state = dist_checkpointing.load(_state(policy, loading=True), str(directory), SafeLoad())
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:  # torch's, which is none, megatron's, the operating system's
+        raise UserError(f"checkpoint {directory}: cannot be read ({_cause(error)}); resume from another one") from None
     policy.model.load_state_dict(state["model"])
     policy.optimizer.load_state_dict(state["optimizer"])
     optimizer.set_adam_step(policy.optimizer, state["adam_step"])
@@ -102,10 +104,17 @@ def load(policy: Policy, directory: Path) -> None:
     torch.set_rng_state(state["rng"])
 
 
+def _cause(error: BaseException) -> str:
+    """In one line. torch tells every rank what all that failed say, with their tracebacks."""
+    if isinstance(error, CheckpointException):
+        error = next((wrapped[0] for wrapped in error.failures.values()), error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _check(policy: Policy, common: dict[str, Any], directory: Path) -> None:
     for what, saved, now in (
-        ("parallel layout (tensor, data, expert)", common["layout"], _layout(policy)),
-        ("plan digest", common["plan_digest"], policy.plan.digest),
+        ("parallel layout (tensor, data, expert)", common.get("layout"), _layout(policy)),
+        ("plan digest", common.get("plan_digest"), policy.plan.digest),
     ):
         if saved != now:
             raise UserError(

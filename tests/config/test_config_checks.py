@@ -34,6 +34,7 @@ MISTAKES = [
     ("model.head_dim=15", "model.head_dim is 15: expected an even number"),
     ("model.num_experts=0", "model.num_experts is 0: kind qwen3_moe needs it; set it to at least 1"),
     ("model.intermediate_size=8", "model.intermediate_size is 8: kind qwen3_moe does not use it; remove it"),
+    ("model.experts_per_token=1", "model.experts_per_token is 1: expected at least 2"),
     ("model.experts_per_token=5", "model.experts_per_token is 5: expected at most num_experts 4"),
     ("data.chat_template=true", "data.chat_template is True: tokenizer chars has none; remove it or set data.tok"),
     ("data=reasoning_gym", "data.tasks is {}: kind reasoning_gym needs tasks"),

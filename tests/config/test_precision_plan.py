@@ -146,7 +146,7 @@ def test_digest_covers_every_number_of_the_model(tmp_path):
             plan.entries, changed, kv_cache="bf16", lm_head_dtype="fp32", alignment="aligned", backend="auto"
         )
         assert (other.digest == plan.digest) == (name in ("checkpoint", "init_std", "max_seq_len")), name
-    for text in ("model.rope_theta=5e5", "model.rms_norm_eps=1e-5", "model.experts_per_token=1"):
+    for text in ("model.rope_theta=5e5", "model.rms_norm_eps=1e-5", "model.experts_per_token=3"):
         assert plan_of(tmp_path, MOE, "", [text]).digest != plan.digest
 
 
