@@ -1,4 +1,4 @@
-"""What setup.py says, against the source: scripts/release_check.py tries the whole of it, which takes minutes."""
+"""What setup.py says, against the source: scripts/release_check tries the whole of it, which takes minutes."""
 
 from __future__ import annotations
 
@@ -62,3 +62,9 @@ def test_every_recipe_is_installed_where_it_is_looked_for(given: dict[str, Any])
     installed = {path: target for target, paths in given["data_files"] for path in paths}
     recipes = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml")]
     assert installed == {str(path): f"share/minite/{path.parent}" for path in recipes}
+
+
+def test_every_folder_with_modules_is_a_package(given: dict[str, Any]) -> None:
+    """One without __init__.py can be imported from a checkout, but the wheel does not hold it."""
+    folders = {f.parent.relative_to(ROOT) for top in ("minite", "slime_plugin") for f in (ROOT / top).rglob("*.py")}
+    assert {str(folder).replace("/", ".") for folder in folders} == set(given["packages"])

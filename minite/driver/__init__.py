@@ -1,0 +1,1 @@
+"""The run: all that imports ray. See README.md."""
