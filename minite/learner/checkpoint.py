@@ -26,6 +26,8 @@ from minite.errors import DiskError, UserError
 from minite.learner import optimizer
 from minite.learner.safe_load import SafeLoad
 
+MOST_RANKS = 1 << 16
+
 if TYPE_CHECKING:
     from minite.learner.policy import Policy
 
@@ -88,20 +90,25 @@ def _of_disk(error: BaseException | None) -> bool:
 
 
 def load(policy: Policy, directory: Path) -> None:
-    """Read what ``save`` wrote under the same parallel layout; training goes on bit for bit. Raises UserError."""
+    """Read what ``save`` wrote, under any parallel layout. Raises UserError.
+
+    Under the layout it was written with, training goes on bit for bit; under another one the order of sums differs, and
+    NVFP4 gradients are rounded by other random numbers.
+    """
     try:
-        _check(policy, dist_checkpointing.load_common_state_dict(str(directory)), directory)
-        state = dist_checkpointing.load(_state(policy, loading=True), str(directory), SafeLoad())
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        _check(policy, common, directory)
+        wanted = _state(policy, loading=True, ranks=common["ranks"])
+        state = dist_checkpointing.load(wanted, str(directory), SafeLoad())
     except UserError:
         raise
     except (Exception, CheckpointException) as error:  # torch's, which is none, megatron's, the operating system's
         raise UserError(f"checkpoint {directory}: cannot be read ({_cause(error)}); resume from another one") from None
     policy.model.load_state_dict(state["model"])
-    policy.optimizer.load_state_dict(state["optimizer"])
-    optimizer.set_adam_step(policy.optimizer, state["adam_step"])
+    optimizer.load_states(policy.optimizer, state["optimizer"], state["adam_step"])
     policy.model.weights_changed()
     policy.step = state["step"]
-    torch.set_rng_state(state["rng"])
+    torch.set_rng_state(state["rng"][0])
 
 
 def _cause(error: BaseException) -> str:
@@ -112,37 +119,32 @@ def _cause(error: BaseException) -> str:
 
 
 def _check(policy: Policy, common: dict[str, Any], directory: Path) -> None:
-    for what, saved, now in (
-        ("parallel layout (tensor, data, expert)", common.get("layout"), _layout(policy)),
-        ("plan digest", common.get("plan_digest"), policy.plan.digest),
-    ):
-        if saved != now:
-            raise UserError(
-                f"checkpoint {directory}: written with {what} {saved}, this run has {now}; resume as it was"
-            )
+    ranks, digest = common.get("ranks"), common.get("plan_digest")
+    if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
+        raise UserError(
+            f"checkpoint {directory}: it was written by {ranks} ranks, expected a number up to {MOST_RANKS}; an older "
+            "version may have written it: end the run with that one, or start a new one from its weights"
+        )
+    if digest != policy.plan.digest:
+        raise UserError(
+            f"checkpoint {directory}: written with plan digest {digest}, this run has {policy.plan.digest}; resume as "
+            "it was"
+        )
 
 
-def _layout(policy: Policy) -> tuple[int, int, int]:
-    layout = policy.config.learner
-    return layout.tensor_parallel, layout.data_ranks, layout.expert_parallel
-
-
-def _metadata() -> dict[str, Any]:
-    # The one format of optimizer state that torch's own Adam can be read back from. It fixes the tensor- and
-    # expert-parallel layout; weights move between layouts as a Hugging Face directory.
-    return {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False}
-
-
-def _state(policy: Policy, loading: bool) -> dict[str, Any]:
-    metadata = {**_metadata(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = policy.model.sharded_state_dict(metadata=metadata)
+def _state(policy: Policy, loading: bool, ranks: int | None = None) -> dict[str, Any]:
+    """``ranks``: of a checkpoint to load, how many wrote it. More than that share generators, fewer take the first."""
+    data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    model = policy.model.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": data_group})
     rank, world = dist.get_rank(), dist.get_world_size()
+    ranks = ranks or world
+    mine = range(rank, ranks, world) or [rank % ranks]  # all are read, or megatron misses some
     return {
         "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
+        "optimizer": optimizer.sharded_states(policy.optimizer, model, loading),
         "step": policy.step,
         "adam_step": optimizer.adam_step(policy.optimizer),
-        "layout": _layout(policy),
+        "ranks": ranks,
         "plan_digest": policy.plan.digest,
-        "rng": ShardedObject("rng", torch.get_rng_state(), (world,), (rank,)),
+        "rng": [ShardedObject("rng", torch.get_rng_state(), (ranks,), (i,), replica_id=rank // ranks) for i in mine],
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -67,9 +69,29 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Needed after megatron read a checkpoint: it gives all parameters one and the same counter, with a stale value."""
     for _, state in _adam_states(optimizer):
         state["step"] = torch.tensor(float(step))
+
+
+def sharded_states(optimizer: MegatronOptimizer, model: ShardedStateDict, loading: bool) -> dict[int, Any]:
+    """Master weights and moments for megatron's dist_checkpointing, cut as the parameters in ``model`` are.
+
+    That can be read under any parallel layout. It is gathered over the data-parallel ranks on the CPU: 12 bytes for
+    every parameter that a rank has a part of. What else an optimizer holds, the recipe says at every update.
+    """
+    return {
+        i: part.sharded_param_state_fully_reshardable(model, loading, metadata={})
+        for i, part in enumerate(optimizer.chained_optimizers)
+    }
+
+
+def load_states(optimizer: MegatronOptimizer, states: dict[int, Any], step: int) -> None:
+    """What ``sharded_states`` asked for; ``step`` counts the updates."""
+    for _, state in _adam_states(optimizer):
+        state.pop("step")  # torch's Adam has one per parameter, for which megatron looks in vain
+    for i, part in enumerate(optimizer.chained_optimizers):
+        part.load_parameter_state_from_fully_reshardable(states[i])
+    set_adam_step(optimizer, step)
 
 
 def update(ddp: DistributedDataParallel, optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> float | None:

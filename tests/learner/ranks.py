@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.learner.tiny_policy import free_port
 
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 
 
 def _serve(pipe: Connection, rank: int, world: int) -> None:

@@ -60,6 +60,28 @@ def resume(rank: int, world: int, port: int, config: RunConfig, data: RolloutBat
     return uninterrupted, rewound
 
 
+def go_on(
+    rank: int,
+    world: int,
+    port: int,
+    config: RunConfig,
+    data: RolloutBatch,
+    source: Path | None,
+    target: Path,
+    steps: int,
+) -> tuple[WeightVersion | None, list[dict[str, float]]]:
+    """From a checkpoint, if there is one: the version of the weights read, and the metrics of so many steps, with a
+    checkpoint after the first."""
+    with learner(config, rank, world, port) as worker:
+        if source is not None:
+            worker.load(source)
+        exported = worker.export()
+        metrics = [worker.train_step(data, 50)]
+        worker.save(target)
+        metrics += [worker.train_step(data, 50) for _ in range(steps - 1)]
+        return exported and exported[1], metrics
+
+
 def save_on_a_full_disk(
     rank: int, world: int, port: int, config: RunConfig, data: RolloutBatch, directory: Path, full: int, room: int
 ) -> str:

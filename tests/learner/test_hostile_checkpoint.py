@@ -100,5 +100,5 @@ def test_any_file_may_be_spoilt(worker, copy, name, spoil):
 
 def test_a_checkpoint_of_another_kind_says_what_is_missing(worker, copy):
     torch.save({"step": 3}, copy / "common.pt")
-    with pytest.raises(UserError, match=r"written with parallel layout .* None, this run has \(1, 1, 1\)"):
+    with pytest.raises(UserError, match=r"written by None ranks"):
         worker.load(copy)
