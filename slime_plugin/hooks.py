@@ -30,6 +30,7 @@ _last_rollout: int | None = None
 def init(args: Any) -> None:
     """--custom-megatron-init-path: check what was launched, then patch. Before the model and the updater are made."""
     found = context(args)
+    check_router(args)
     own = found.config.slime.quantization == "minite"
     (check_engine_directory if own else check_checkpoint)(Path(args.hf_checkpoint), found.plan)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,6 +42,24 @@ def init(args: Any) -> None:
     else:
         patches.reprocess_after_updates(found.plan)
     logger.info("miniTE: plan %s, backend %s", found.plan.digest[:12], backend.name)
+
+
+def check_router(args: Any) -> None:
+    """UserError where the router of SGLang would drop the wish for routed experts, which slime misses a rollout later.
+
+    The public sglang-router sends on only the fields that it knows; the build in slime's image sends on all of them.
+    """
+    if not args.use_rollout_routing_replay or args.sglang_router_ip is not None:  # the address of a router of the user
+        return
+    import sglang_router
+
+    version = sglang_router.__version__
+    if "slime" not in version:
+        raise UserError(
+            f"sglang_router is {version}, expected slime's own build (slime's docker/Dockerfile installs it): this one "
+            "drops return_routed_experts from every request; install slime's, or launch with "
+            "-o algo.router_replay=false -o precision.alignment=off"
+        )
 
 
 def before_log_prob(args: Any, model: list[torch.nn.Module], store_prefix: str) -> None:

@@ -54,6 +54,7 @@ def install(slime_dir: Path, megatron_dir: Path | None) -> None:
     sys.path[:0] = [str(path) for path in (slime_dir, megatron_dir) if path is not None]
     _module("sglang.srt.server_args", ServerArgs=ServerArgs)
     _module("sglang_router.launch_router", RouterArgs=RouterArgs)
+    sys.modules["sglang_router"].__version__ = "0.3.2-slime"
     # Megatron imports triton kernels for a mode that is off here.
     kernels = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
     kernels.enable_batch_invariant_mode = kernels.is_batch_invariant_mode_enabled = lambda *_: False

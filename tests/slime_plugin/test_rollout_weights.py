@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from minite.diagnostics.gap import gap_metrics, gap_summary
 from minite.errors import UserError
 from minite.losses.correction import correct
 from minite.losses.triage_state import TriageState
+from slime_plugin import hooks
 from slime_plugin.rollout import WeightBook, weigh
 
 LENGTHS = [1, 40, 7, 130, 3, 64]
@@ -86,3 +91,19 @@ def test_the_book_knows_responses_by_their_tensors_only():
     book.write(data["rollout_log_probs"][:1], weights[:1])
     with pytest.raises(UserError, match="not those of this rollout"):
         book.read(picked)
+
+
+@pytest.mark.parametrize(
+    ("replay", "address", "version", "refused"),
+    [
+        (True, None, "0.3.2", True),
+        (True, None, "0.3.2.slime", False),
+        (True, "10.0.0.1", "0.3.2", False),  # of the user: nothing is known of it
+        (False, None, "0.3.2", False),
+    ],
+)
+def test_a_router_that_drops_the_wish_for_routed_experts_is_refused(monkeypatch, replay, address, version, refused):
+    monkeypatch.setitem(sys.modules, "sglang_router", SimpleNamespace(__version__=version))
+    args = SimpleNamespace(use_rollout_routing_replay=replay, sglang_router_ip=address)
+    with pytest.raises(UserError, match="drops return_routed_experts") if refused else nullcontext():
+        hooks.check_router(args)
