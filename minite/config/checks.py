@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learner.device": ("auto", "cpu", "cuda"),
     "sampler.kind": ("embedded", "sglang"),
     "sampler.device": ("auto", "cpu", "cuda"),
+    "sampler.transport": ("packed", "model_dtype"),
     "correction.kind": ("none", "tis", "icepop", "triage"),
     "correction.narrowing": ("keep", "truncate"),
     "correction.unhealthy": ("warn", "skip", "stop"),
@@ -274,3 +275,5 @@ def check_driver(config: RunConfig) -> None:
 def check_sampler(config: RunConfig) -> None:
     if config.sampler.kind != "sglang" and config.sampler.tensor_parallel > 1:
         raise _fail(config, "sampler.tensor_parallel", "only SGLang has it; set it to 1 or -o sampler=sglang")
+    if config.sampler.kind != "sglang" and config.sampler.transport != "packed":
+        raise _fail(config, "sampler.transport", "only SGLang has it; set it to packed or -o sampler=sglang")

@@ -142,6 +142,7 @@ class SamplerConfig:
     top_k: int = 0  # 0 = whole vocabulary; more only with alignment: off
     max_new_tokens: int = 8_192  # of a response
     tensor_parallel: int = 1  # processes of one engine, each with a part of every weight; sglang only
+    transport: str = "packed"  # of weights: packed (codes, scales) | model_dtype (the engine quantizes; sglang only)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
         ("model.kind", config.model.kind, KINDS, "the plugin has no slime names for its parameters"),
         ("model.dtype", config.model.dtype, ("bf16",), "slime trains in BF16 with FP32 masters"),
         ("sampler.kind", config.sampler.kind, ("sglang",), "slime's engines are SGLang"),
+        ("sampler.transport", config.sampler.transport, ("packed",), "slime's updater sends what it has quantized"),
         ("data.kind", config.data.kind, ("jsonl",), "slime reads a file of prompts"),
         ("data.reward", config.data.reward, ("task",), "slime.reward is the reward there"),
         ("warm_start.steps", config.warm_start.steps, (0,), "slime has no warm start; give model.checkpoint"),

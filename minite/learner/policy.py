@@ -18,7 +18,7 @@ from minite.learner import checkpoint, hf, optimizer, precision, shards
 from minite.learner.model import PolicyModel, policy_config
 from minite.models import get_model
 from minite.sync.clock import Clock
-from minite.sync.export import pack
+from minite.sync.export import pack, unquantized
 from minite.sync.transport import Bucket, package
 from minite.types import WeightVersion
 
@@ -98,9 +98,13 @@ class Policy:
             _drain(full)
             return None
         named = (pair for name, tensor in clock.during("gather", full) for pair in self._ops.to_hf(name, tensor))
-        groups = clock.during("pack", pack(self.plan, named, self.backend, shapes=self._shapes))
+        digest = None
+        if self.config.sampler.transport == "packed":
+            groups = pack(self.plan, named, self.backend, shapes=self._shapes)
+        else:
+            groups, digest = unquantized(self.plan, named, self.backend, shapes=self._shapes)
         with clock.timed("stage"):
-            exported = package(groups, self.step, self.plan.digest)
+            exported = package(clock.during("pack", groups), self.step, self.plan.digest, quantized=digest)
         self.export_seconds = clock.seconds
         return exported
 

@@ -16,6 +16,7 @@ from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.formats import QTensor, operand_amax, quantize_operand
 from minite.sync.errors import SyncError
 from minite.sync.stored import to_parts
+from minite.sync.verify import Digest
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -89,6 +90,26 @@ def pack(
         if sent:
             yield name.removesuffix(".weight"), sent
     packer.check_complete()
+
+
+def unquantized(
+    plan: PrecisionPlan,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    backend: Quantizer,
+    *,
+    shapes: Shapes | None = None,
+) -> tuple[Iterator[tuple[str, dict[str, Tensor]]], Digest]:
+    """For samplers that quantize themselves: the tensors as they are, and the digest of what they must become, which is
+    whole when the tensors have been gone through. Args and errors are those of Packer."""
+    packer, digest = Packer(plan, backend, shapes=shapes), Digest()
+
+    def groups() -> Iterator[tuple[str, dict[str, Tensor]]]:
+        for name, tensor in named_tensors:
+            digest.update_many(packer.add(name, tensor))
+            yield name.removesuffix(".weight"), {name: tensor}
+        packer.check_complete()
+
+    return groups(), digest
 
 
 def quantize_group(members: tuple[PlanEntry, ...], held: Mapping[str, Tensor], backend: Quantizer) -> dict[str, Tensor]:

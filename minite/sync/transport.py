@@ -19,10 +19,12 @@ from minite.sync.verify import Digest, combine
 from minite.types import WeightVersion
 
 MANIFEST = "#manifest"  # key of the last bucket's only tensor: JSON {name: digest}
+UNQUANTIZED = "#unquantized"  # key in a bucket whose tensors come in the model's dtype, to be quantized on arrival
 BUCKET_BYTES = 256 << 20  # large enough to amortise a message, small against a host's memory
 _TAGGED = {dtype_name(d): d for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)}
 
 Bucket = dict[str, Tensor]
+Groups = Iterable[tuple[str, Mapping[str, Tensor]]]
 
 
 def to_wire(tensors: Mapping[str, Tensor]) -> Bucket:
@@ -48,33 +50,36 @@ def from_wire(bucket: Mapping[str, Tensor]) -> Bucket:
     return tensors
 
 
-def buckets(groups: Iterable[tuple[str, Mapping[str, Tensor]]], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def buckets(groups: Groups, max_bytes: int = BUCKET_BYTES, quantized: Digest | None = None) -> Iterator[Bucket]:
     """Wire buckets of at most ``max_bytes`` (or of one tensor that is larger), then one with the manifest alone.
 
     Args:
         groups: (module group, named tensors), as ``sync.export.pack`` yields them; a group may be split.
+        quantized: for groups of ``sync.export.unquantized``, the digest that comes with them.
     """
-    digest, size = Digest(), 0
+    digest, size = Digest() if quantized is None else quantized, 0
     held: dict[str, Tensor] = {}
+
+    def leave() -> Bucket:
+        """Hashed where the tensors lie; then one copy to the host for all of a bucket."""
+        if quantized is not None:
+            return to_wire(held) | {UNQUANTIZED: text("")}
+        digest.update_many(held)
+        return to_wire(held)
+
     for _, tensors in groups:
         for name, tensor in tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
             if held and size + nbytes > max_bytes:
-                yield _leave(held, digest)
+                yield leave()
                 held, size = {}, 0
             if name in held:
                 raise SyncError(f"{name}: arrived twice in one set of weights; each tensor must be sent once")
             held[name] = tensor
             size += nbytes
     if held:
-        yield _leave(held, digest)
+        yield leave()
     yield {MANIFEST: text(json.dumps(digest.parts, sort_keys=True))}
-
-
-def _leave(held: Mapping[str, Tensor], digest: Digest) -> Bucket:
-    """Hashed where the tensors lie; then one copy to the host for all of a bucket."""
-    digest.update_many(held)
-    return to_wire(held)
 
 
 def read_manifest(tensor: Tensor) -> dict[str, str]:
@@ -86,9 +91,13 @@ def read_manifest(tensor: Tensor) -> dict[str, str]:
 
 
 def package(
-    groups: Iterable[tuple[str, Mapping[str, Tensor]]], step: int, plan_digest: str, max_bytes: int = BUCKET_BYTES
+    groups: Groups,
+    step: int,
+    plan_digest: str,
+    max_bytes: int = BUCKET_BYTES,
+    quantized: Digest | None = None,
 ) -> tuple[list[Bucket], WeightVersion]:
     """All buckets of one weight version, and the version: what a learner hands to its samplers."""
-    sent = list(buckets(groups, max_bytes))
+    sent = list(buckets(groups, max_bytes, quantized))
     parts = read_manifest(sent[-1][MANIFEST])
     return sent, WeightVersion(step, plan_digest, combine(parts))

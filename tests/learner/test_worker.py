@@ -13,6 +13,7 @@ from minite.backends.reference import ReferenceBackend
 from minite.config.schema import AlgoConfig, FormatConfig, SamplerConfig
 from minite.errors import UserError
 from minite.models import get_model
+from minite.sync.transport import UNQUANTIZED
 from tests.learner.tiny_policy import LAYERS, VOCAB, batch, layout, learner, recipe
 
 LENGTHS = [9, 14, 6, 11, 17, 8]
@@ -167,6 +168,20 @@ def test_export_names_everything_and_is_stable():
         assert name in names
     assert "model.layers.1.mlp.experts.5.up_proj.weight_amax" in names
     assert all(torch.equal(a[key], b[key]) for a, b in zip(buckets, again, strict=True) for key in a)
+
+
+def test_weights_may_be_sent_in_the_models_dtype():
+    config = recipe(precision="w4a4")
+    plain = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, transport="model_dtype"))
+    with learner(config) as worker:
+        version = worker.export()[1]
+    with learner(plain) as worker:
+        buckets, same = worker.export()
+        assert worker.export_seconds.keys() == {"gather", "pack", "stage"}
+    assert same == version
+    sent = {name: tensor for bucket in buckets[:-1] for name, tensor in bucket.items() if name != UNQUANTIZED}
+    assert {name: tuple(t.shape) for name, t in sent.items()} == get_model(config.model.kind).hf_tensors(config.model)
+    assert {t.dtype for t in sent.values()} == {torch.bfloat16}
 
 
 def test_resume_is_bit_exact(tmp_path):

@@ -198,6 +198,17 @@ def test_an_update_arrives_as_slime_sends_it(moe):
     assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 14).generate(asked)]
 
 
+def test_weights_in_the_models_dtype_are_quantized_to_the_learners_codes(moe):
+    cfg, sglang = moe
+    plain = replace(cfg, sampler=replace(cfg.sampler, transport="model_dtype"))
+    (packed, version), (buckets, plainly) = shipment(cfg, 14), shipment(plain, 14)
+    assert plainly == version and not set(buckets[0]) <= set(packed[0])
+    assert load(sglang, buckets, version) == version.weight_digest
+    asked = requests(4, 14)
+    assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 14).generate(asked)]
+    assert load(sglang, packed, version) == version.weight_digest  # the next update may come the other way
+
+
 def test_weights_of_another_plan_are_refused_before_they_are_sent(moe):
     cfg, sglang = moe
     buckets, version = shipment(cfg, 0)

@@ -17,10 +17,9 @@ from minite.errors import UserError
 from minite.models import get_model
 from minite.sampler.sglang import proof, shards
 from minite.sampler.sglang.ranks import Ranks
-from minite.sampler.sglang.wire import UNQUANTIZED
 from minite.sync.errors import SyncError
 from minite.sync.flat import text
-from minite.sync.transport import MANIFEST
+from minite.sync.transport import MANIFEST, UNQUANTIZED
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,13 @@ def test_weights_in_the_models_dtype_become_the_learners_codes(fmt):
     plain = random_weights(cfg, 3)
     assert plain.keys() == get_model(cfg.model.kind).hf_tensors(cfg.model).keys()
     state, model = build(cfg)
-    start = {**opening(version), UNQUANTIZED: text("")}
-    send(state, model, start, plain, {MANIFEST: buckets[-1][MANIFEST]})
+    start, marked = opening(version), {**plain, UNQUANTIZED: text("")}
+    send(state, model, start, marked, {MANIFEST: buckets[-1][MANIFEST]})
     judge(state, version)
     pair = two(cfg)
-    update(pair, *[[start, plain, {MANIFEST: buckets[-1][MANIFEST]}]] * 2)
+    update(pair, *[[start, marked, {MANIFEST: buckets[-1][MANIFEST]}]] * 2)
     proof.check(states(pair), pair[0][0].plan, pair[0][0].backend.name, version)
-    changed = {name: tensor * 1.01 if name.endswith("o_proj.weight") else tensor for name, tensor in plain.items()}
+    changed = {name: tensor * 1.01 if name.endswith("o_proj.weight") else tensor for name, tensor in marked.items()}
     send(state, model, start, changed, {MANIFEST: buckets[-1][MANIFEST]})
     with pytest.raises(SyncError, match="o_proj"):
         judge(state, version)

@@ -12,7 +12,7 @@ from minite.config import PrecisionPlan, RunConfig, config_from_dict, resolve_pl
 from minite.models import get_model
 from minite.sampler.embedded import EmbeddedEngine
 from minite.sampler.engine import Request, SamplingParams
-from minite.sync.export import pack
+from minite.sync.export import pack, unquantized
 from minite.sync.transport import Bucket, package
 from minite.types import WeightVersion
 
@@ -68,6 +68,9 @@ def shipment(cfg: RunConfig, seed: int = 0, step: int = 0) -> tuple[list[Bucket]
     plan = resolve_plan(cfg)
     backend = get_backend(plan.backend, device="cpu", strict=plan.alignment == "strict")
     shapes = get_model(cfg.model.kind).hf_tensors(cfg.model)
+    if cfg.sampler.transport == "model_dtype":
+        groups, digest = unquantized(plan, random_weights(cfg, seed).items(), backend, shapes=shapes)
+        return package(groups, step, plan.digest, quantized=digest)
     return package(pack(plan, random_weights(cfg, seed).items(), backend, shapes=shapes), step, plan.digest)
 
 

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from small_model import recipe, shapes, weights
 
+from minite.config import resolve_plan
 from minite.sync.errors import SyncError
-from minite.sync.transport import MANIFEST, buckets, from_wire, package, read_manifest, to_wire
+from minite.sync.export import FormatQuantizer, pack, unquantized
+from minite.sync.transport import MANIFEST, UNQUANTIZED, buckets, from_wire, package, read_manifest, to_wire
 from minite.sync.verify import compare, raw_bytes
 
 
@@ -62,6 +65,21 @@ def test_package_version_follows_content_not_bucket_size():
     _, other = package(groups(5, seed=1), 3, "plan")
     assert small == large and small.step == 3 and small.plan_digest == "plan"
     assert other.weight_digest != small.weight_digest
+
+
+def test_plain_tensors_come_with_the_digest_of_what_they_become():
+    cfg = recipe("w4a4")
+    plan, named = resolve_plan(cfg), weights(cfg)
+    packed, version = package(pack(plan, named.items(), FormatQuantizer()), 7, plan.digest)
+    groups, digest = unquantized(plan, named.items(), FormatQuantizer())
+    plain, same = package(groups, 7, plan.digest, 4000, digest)
+    assert same == version and torch.equal(plain.pop()[MANIFEST], packed[-1][MANIFEST])
+    assert len(plain) > 3 and all(UNQUANTIZED in bucket for bucket in plain)
+    sent = {name: t for bucket in plain for name, t in bucket.items() if name != UNQUANTIZED}
+    assert compare(sent, named) is None
+    groups, digest = unquantized(plan, list(named.items())[:-3], FormatQuantizer(), shapes=shapes(cfg))
+    with pytest.raises(SyncError, match="missing from the exported weights"):
+        package(groups, 7, plan.digest, quantized=digest)
 
 
 def test_a_tensor_packed_twice_is_refused():

@@ -25,13 +25,13 @@ from minite.sampler.sglang.names import operands
 from minite.sampler.sglang.ranks import Ranks
 from minite.sampler.sglang.shards import ShardedWeights
 from minite.sampler.sglang.watching import Watch
-from minite.sampler.sglang.wire import DISK, UNQUANTIZED, VERSION, WATCH
+from minite.sampler.sglang.wire import DISK, VERSION, WATCH
 from minite.sync import disk
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.export import Packer
 from minite.sync.flat import unflatten
-from minite.sync.transport import MANIFEST, from_wire, read_manifest
+from minite.sync.transport import MANIFEST, UNQUANTIZED, from_wire, read_manifest
 from minite.types import WeightVersion
 
 _current: Inside | None = None
@@ -48,7 +48,7 @@ class Inside:
         self.version: WeightVersion | None = None  # of the update under way, then of the weights held
         self.digest: str | None = None  # of the bytes held, once an update is complete and verified
         self.fault: str | None = None
-        self._packer: Packer | None = None  # quantizes what the update under way brings in the model's dtype
+        self._packer = Packer(plan, self.backend)  # of what the update under way brings in the model's dtype
         self.updates = 0
         self.watch: Watch | None = None
         self.clock = Clock(self.device)  # of the last update
@@ -79,9 +79,8 @@ class Inside:
         last, manifest = named.pop(MANIFEST, None), None
         with self._kept():
             if VERSION in named:
-                unquantized = named.pop(UNQUANTIZED, None) is not None
-                self._begin(model, WeightVersion(**json.loads(_word(named.pop(VERSION)))), unquantized)
-            self._load(named)
+                self._begin(model, WeightVersion(**json.loads(_word(named.pop(VERSION)))))
+            self._load(named, quantize=named.pop(UNQUANTIZED, None) is not None)
             manifest = None if last is None else read_manifest(last)
         if last is not None:
             self._finish(manifest)
@@ -94,10 +93,10 @@ class Inside:
         except UserError as error:
             self.fault = self.fault or str(error)
 
-    def _begin(self, model: nn.Module, version: WeightVersion, unquantized: bool) -> None:
+    def _begin(self, model: nn.Module, version: WeightVersion) -> None:
         self.version, self.digest, self.fault, self.clock = version, None, None, Clock(self.device)
         self.weights.loaded.clear()
-        self._packer = Packer(self.plan, self.backend) if unquantized else None
+        self._packer = Packer(self.plan, self.backend)
         if version.plan_digest != self.plan.digest:
             raise SyncError(
                 f"the weights of step {version.step} were made under plan {version.plan_digest}, "
@@ -121,14 +120,14 @@ class Inside:
                 raise SyncError(f"{name}: SGLang's model has {got}, expected {stored.dtype} {list(stored.shape)}")
             self.weights.adopt(name, parameter.data)
 
-    def _load(self, named: Mapping[str, Tensor]) -> None:
-        """Put tensors into their places, quantized first where the update brings them in the model's dtype."""
+    def _load(self, named: Mapping[str, Tensor], quantize: bool = False) -> None:
+        """Put tensors into their places, quantized first where they come in the model's dtype."""
         if self.fault is not None:
             return
         if self.version is None or self.digest is not None:
             raise SyncError("tensors arrived outside of a weight update")
         with self.clock.timed("load"):
-            if self._packer is None:
+            if not quantize:
                 self.weights.load(named)
                 return
             for name, tensor in named.items():

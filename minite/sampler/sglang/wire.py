@@ -2,6 +2,5 @@
 storage that crosses a process border costs a file descriptor (CPU) or an IPC handle (CUDA)."""
 
 VERSION = "#version"  # key of the tensor that opens an update: the WeightVersion as JSON
-UNQUANTIZED = "#unquantized"  # beside VERSION: tensors come in the model's dtype, to be quantized on arrival
 DISK = "#disk"  # key of the tensor that has schedulers read all weights of an update from a directory
 WATCH = "#watch"  # key of the tensor that starts (empty) or ends (a path) the record of what passes through a scheduler
