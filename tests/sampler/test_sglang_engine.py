@@ -6,7 +6,6 @@ In FP32 both sides quantize nearly equal inputs to equal codes: tokens are the s
 from __future__ import annotations
 
 import random
-import socket
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -26,6 +25,7 @@ from minite.driver.data import Example, Prompt
 from minite.driver.gap.layers import watch_learner, watch_sampler
 from minite.driver.gap.local import Pair, start_learner
 from minite.driver.gap.subject import Subject
+from minite.driver.ports import free_port
 from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
 from minite.sampler.engine import Request, SamplingParams
@@ -36,7 +36,8 @@ from minite.sync.transport import MANIFEST
 from tests.tolerances import FP32_ENGINE_GAP
 
 pytestmark = NEEDS_SGLANG
-MAX_GROWTH = 32 << 20  # bytes that a scheduler may grow over ten updates: allocator slack; the weights alone are 0.2 MB
+UPDATES = 52  # two before the memory is read, then fifty
+MAX_GROWTH = 32 << 20  # bytes that a scheduler may grow over them: allocator slack; the weights alone are 0.2 MB
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +73,7 @@ def test_same_tokens_experts_and_logprobs_as_the_built_in_sampler(moe):
 def test_the_learner_finds_the_same_logprobs(moe):
     cfg, sglang = moe
     plan = resolve_plan(cfg)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
+    port = free_port()
     learner_cfg = replace(cfg, learner=replace(cfg.learner, device="cpu"))
     worker = LearnerWorker(learner_cfg, plan, 0, 1, "127.0.0.1", port)
     try:
@@ -90,19 +89,21 @@ def test_the_learner_finds_the_same_logprobs(moe):
     assert gap_N.numel() > 50 and float(gap_N.abs().max()) < FP32_ENGINE_GAP
 
 
-def test_ten_updates_each_proven_each_felt_without_growth(moe):
+def test_fifty_updates_each_proven_each_felt_without_growth(moe):
     cfg, sglang = moe
     asked = requests(8, 3, max_new_tokens=6)
     scheduler = psutil.Process(sglang.states()[0]["minite"]["pid"])
     seen, memory = set(), []
-    for step in range(12):
+    for step in range(UPDATES):
         assert load(sglang, *shipment(cfg, 100 + step, step=step)) == sglang.weight_version().weight_digest
         seen.add(tuple(p for c in sglang.generate(asked) for p in c.logprobs))
         memory.append(scheduler.memory_info().rss)
     assert sglang.stats().update_seconds.keys() >= {"flatten", "transfer", "load", "verify", "prepare", "flush"}
     assert all(0 <= seconds < 60 for seconds in sglang.stats().update_seconds.values())
-    assert len(seen) == 12
-    assert max(memory[2:]) - memory[1] < MAX_GROWTH
+    assert len(seen) == UPDATES
+    growth = max(memory[2:]) - memory[1]
+    print(f"{UPDATES} updates, growth of the scheduler {growth >> 10} KiB")
+    assert growth < MAX_GROWTH
 
 
 def test_the_prefix_cache_holds_nothing_of_old_weights(moe):
@@ -196,17 +197,6 @@ def test_an_update_arrives_as_slime_sends_it(moe):
         assert load(sglang, buckets, version) == version.weight_digest
     asked = requests(4, 14)
     assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 14).generate(asked)]
-
-
-def test_weights_in_the_models_dtype_are_quantized_to_the_learners_codes(moe):
-    cfg, sglang = moe
-    plain = replace(cfg, sampler=replace(cfg.sampler, transport="model_dtype"))
-    (packed, version), (buckets, plainly) = shipment(cfg, 14), shipment(plain, 14)
-    assert plainly == version and not set(buckets[0]) <= set(packed[0])
-    assert load(sglang, buckets, version) == version.weight_digest
-    asked = requests(4, 14)
-    assert [c.tokens for c in sglang.generate(asked)] == [c.tokens for c in engine(cfg, 14).generate(asked)]
-    assert load(sglang, packed, version) == version.weight_digest  # the next update may come the other way
 
 
 def test_weights_of_another_plan_are_refused_before_they_are_sent(moe):

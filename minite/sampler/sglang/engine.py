@@ -33,7 +33,7 @@ from minite.sampler.sglang.wire import DISK, VERSION, WATCH
 from minite.sync import disk
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
-from minite.sync.flat import flatten, text
+from minite.sync.flat import DATA, INDEX, flatten, text
 from minite.types import WeightVersion
 
 
@@ -191,6 +191,37 @@ class SglangEngine:
         self.begin_update(disk.announced(directory, step))
         self._send({DISK: text(str(Path(directory).absolute()))})
         return self.finish_update()
+
+    def join(self, group: str, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
+        """Have the schedulers join a process group, as ``first_rank`` and the ranks after it; rank 0 sends weights.
+
+        Blocks until all ranks are there.
+        """
+        checked(
+            self.sglang.init_weights_update_group,
+            "init_weights_update_group",
+            master_address=address,
+            master_port=port,
+            rank_offset=first_rank,
+            world_size=world_size,
+            group_name=group,
+            backend=backend,
+        )
+
+    def load_broadcast(self, group: str, sizes: tuple[int, int]) -> None:
+        """``load_bucket`` of what rank 0 of a group broadcasts: DATA, then INDEX of a flat bucket, of so many bytes."""
+        if self._incoming is None:
+            raise SyncError("load_broadcast without begin_update; announce the version first")
+        with self._clock.timed("transfer"):
+            checked(
+                self.sglang.update_weights_from_distributed,
+                "update_weights_from_distributed",
+                names=[DATA, INDEX],
+                dtypes=["uint8", "uint8"],
+                shapes=[[size] for size in sizes],
+                group_name=group,
+                flush_cache=False,
+            )
 
     def weight_version(self) -> WeightVersion | None:
         """Version of the weights in use; None when there are none that may be used."""

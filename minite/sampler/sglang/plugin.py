@@ -80,7 +80,7 @@ def add_proof(answer: Any, scheduler: Any, *args: Any) -> None:
 
 
 def receive_weights(original: Callable[..., Any], model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around a model's load_weights, which slime's updates reach because they name no loader of ours."""
+    """Hook around a model's load_weights, which slime's updates and a process group's reach: they name no loader."""
     from minite.sampler.sglang import inside
 
     if inside.current() is None:
