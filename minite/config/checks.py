@@ -38,6 +38,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 SIGNALS = ("gap", "tail", "ess", "router", "entropy_rise", "entropy_fall")
 
 # Bounds of single numbers: expectation in words, test, settings. None (a setting left open) passes.
+LARGEST = 1 << 24  # sizes beyond it would be worked on for hours, or fill the memory, before anything failed
+MODULES = 1 << 16  # layers times experts; each has several linears, which the plan lists one by one
 _Bound = tuple[str, Callable[[float], bool], str]
 BOUNDS: tuple[_Bound, ...] = (
     (
@@ -50,6 +52,14 @@ BOUNDS: tuple[_Bound, ...] = (
         "algo.prompts_per_step algo.minibatches warm_start.batch_size correction.window "
         "driver.steps driver.num_cpus driver.threads driver.checkpoint_every driver.checkpoints_kept driver.eval_every "
         "data.max_operand data.questions monitor.window slime.nodes slime.gpus_per_node slime.gpus_per_engine",
+    ),
+    (
+        f"at most {LARGEST}, more than any model or run has",
+        lambda x: x <= LARGEST,
+        "model.hidden_size model.intermediate_size model.moe_intermediate_size model.num_heads model.num_kv_heads "
+        "model.head_dim model.vocab_size model.max_seq_len learner.tensor_parallel learner.expert_parallel "
+        "learner.data_parallel sampler.count sampler.max_batch algo.prompts_per_step algo.group_size "
+        "warm_start.batch_size data.questions",
     ),
     ("at least 2, so that a group has something to compare", lambda x: x >= 2, "algo.group_size"),
     ("at least 5, so that its noise can be estimated", lambda x: x >= 5, "monitor.baseline"),
@@ -146,6 +156,8 @@ def check_model(config: RunConfig) -> None:
             raise _fail(config, f"model.{name}", f"kind {m.kind} needs it; set it to at least 1")
         if name not in needed and getattr(m, name):
             raise _fail(config, f"model.{name}", f"kind {m.kind} does not use it; remove it or change model.kind")
+    if m.num_layers * max(m.num_experts, 1) > MODULES:
+        raise _fail(config, "model.num_layers", f"expected at most {MODULES} layers times experts, of {m.num_experts}")
     if m.experts_per_token > m.num_experts:
         raise _fail(config, "model.experts_per_token", f"expected at most num_experts {m.num_experts}")
     if m.experts_per_token == 1:  # its probability would always be 1, and megatron refuses a router that cannot learn

@@ -105,7 +105,7 @@ class PrecisionPlan:
             entries = tuple(PlanEntry(**{**module, "rule": rules[module["rule"]]}) for module in data.pop("modules"))
             plan = PrecisionPlan(entries=entries, **data)
             digest = plan_digest(plan)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{source}: not a precision plan ({error}); remake it with: minite plan --json") from None
         if digest != plan.digest:
             raise UserError(f"{source}: its digest does not fit its content; remake it with: minite plan --json")

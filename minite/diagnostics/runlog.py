@@ -70,7 +70,7 @@ def _read_records(text: str) -> tuple[dict[int, dict[str, Any]], list[str]]:
         try:
             record = json.loads(line)
             step = int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines) - 1 and not text.endswith("\n"):
                 notes.append(
                     "the last line of metrics.jsonl is cut off (the run was stopped while writing it): left out"
@@ -102,7 +102,7 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any] | None:
     except FileNotFoundError:
         notes.append(f"the run directory has no {path.name}")
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         notes.append(f"{path.name} is not readable JSON")
         return None
     return data if isinstance(data, dict) else None

@@ -119,7 +119,7 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} differs from its SHA-256"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} or a file it names cannot be read ({type(error).__name__}: {error})"
     return None if _STATE in files else f"{MANIFEST} does not name {_STATE}"
 

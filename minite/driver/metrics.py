@@ -82,23 +82,24 @@ def truncate_after(path: Path, last_step: int) -> dict[str, float]:
     repairs: dict[str, float] = {}
     if not path.exists():
         return repairs
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     kept = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty or torn
         try:
             record = json.loads(line)
             later = record["step"] > last_step
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f"{path}:{number}: {line[:40]!r} is not the record of a step; repair or remove the line, then resume"
+                f"{path}:{number}: {line[:40].decode(errors='replace')!r} is not the record of a step; "
+                "repair or remove the line, then resume"
             ) from None
         if not later:
-            kept.append(line + "\n")
+            kept.append(line + b"\n")
             continue
         for key in (key for key in record if key.startswith(REPAIRS)):
             repairs[key] = repairs.get(key, 0.0) + record[key]
     part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as file:
+    with part.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())

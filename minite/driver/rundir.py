@@ -93,7 +93,7 @@ def _read(run_dir: Path, name: str) -> str:
             f"{run_dir} is not a run directory: no {name}; expected what 'minite train' made; in {beside}: "
             f"{nearest(run_dir.name, runs)}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
