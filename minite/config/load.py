@@ -17,6 +17,7 @@ from typing import Any
 from minite.config.build import build, nearest
 from minite.config.checks import check_run
 from minite.config.schema import RunConfig
+from minite.config.secrets import check_secrets, looks_secret
 from minite.config.yaml_tree import Value, merge, nested, parse_yaml
 from minite.errors import UserError
 
@@ -119,6 +120,8 @@ def _read(path: Path) -> str:
 def _override(text: str) -> Value:
     key, equals, value = text.partition("=")
     key, source = key.strip(), f"-o {text}"
+    if looks_secret(key):
+        source = f"-o {key}=***"  # no setting is of such a name: the message that says so must not repeat the rest
     if not equals or not all(part.isidentifier() for part in key.split(".")):
         raise UserError(f"{source}: expected -o section.key=value")
     parsed = parse_yaml(value, "override", source) if value.strip() else Value(None, source)
@@ -144,6 +147,7 @@ def _to_config(tree: Value) -> RunConfig:
     config: RunConfig = build(RunConfig, tree, "", sources)
     config = dataclasses.replace(config, sources=sources)
     check_run(config)
+    check_secrets(config)
     return config
 
 
