@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from minite.driver.loop import Run
 from minite.driver.metrics import MetricsWriter
 from minite.driver.ports import free_port
 from minite.driver.samplers import Share, _Sampler
-from minite.sampler.engine import Completion, Request
+from minite.sampler.engine import Completion, Engine, Request
 from minite.types import WeightVersion
 
 
@@ -37,15 +39,19 @@ class Learners:
         return lambda *args: self._actor.call(method, *args)
 
     def close(self) -> None:
-        self._actor.worker.close()
+        if self._actor.worker is not None:
+            self._actor.worker.close()
 
 
 class Samplers:
-    """Engines with the methods of `SamplerPool`. ``spoil`` may change what they sampled."""
+    """Engines with the methods of `SamplerPool`, each in a thread that does one call after the other, as an actor does.
+    ``spoil`` may change what they sampled."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config, self._step = config, 0
+    def __init__(self, config: RunConfig, seconds: float = 0.0) -> None:
+        """``seconds``: what each call to sample takes more."""
+        self._config, self._seconds, self._step = config, seconds, 0
         self._actors = [_Sampler() for _ in range(config.sampler.count)]
+        self._threads = [ThreadPoolExecutor(1) for _ in self._actors]
         self.spoil: Callable[[list[Completion]], None] = lambda completions: None
 
     def use_plan(self, plan: PrecisionPlan) -> None:
@@ -53,24 +59,32 @@ class Samplers:
             actor.setup(self._config, plan, 1)
 
     def update(self, buckets: Any, version: WeightVersion) -> dict[str, float]:
-        for engine in (actor.engine for actor in self._actors):
+        def load(engine: Engine) -> None:
             engine.begin_update(version)
             for bucket in buckets:
                 engine.load_bucket(bucket)
             engine.finish_update()
+
+        calls = [t.submit(load, a.engine) for t, a in zip(self._threads, self._actors, strict=True)]
+        for call in calls:
+            call.result()
         self._step = version.step
         return {}
 
     def submit(self, groups: Sequence[list[Request]]) -> list[Share]:
+        def generate(actor: _Sampler, requests: list[Request]) -> list[Completion]:
+            time.sleep(self._seconds)
+            return actor.generate(requests)
+
         shares = []
-        for i, actor in enumerate(self._actors):
+        for i, (thread, actor) in enumerate(zip(self._threads, self._actors, strict=True)):
             requests = [request for group in groups[i :: len(self._actors)] for request in group]
             if requests:
-                shares.append(Share(i, requests, None, actor.generate(requests), self._step))
+                shares.append(Share(i, requests, None, thread.submit(generate, actor, requests), self._step))
         return shares
 
     def collect(self, shares: list[Share]) -> list[Completion]:
-        done = sorted((c for share in shares for c in share.ref), key=lambda c: c.request_id)
+        done = sorted((c for share in shares for c in share.ref.result()), key=lambda c: c.request_id)
         if not done[0].request_id.startswith("heldout"):
             self.spoil(done)
         return done
