@@ -52,8 +52,28 @@ class Fused(Protocol):
     def decodes(self, heads: int, kv_heads: int, head_dim: int) -> bool: ...  # whether attention_decode takes these
 
     def attention_decode(
-        self, q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float
-    ) -> Tensor | None: ...  # the bits of attention's last row; the keys of b begin at slot first_B[b] of the pools
+        self,
+        q_BHD: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        first_B: Tensor,
+        length_B: Tensor,
+        scale: float,
+        slots: Tensor | None = None,
+    ) -> Tensor | None: ...  # the bits of attention's last row; keys of b begin at first_B[b] of the pools or of slots
+
+    # the bits of attention for new tokens behind prefix_S cached ones; key j of s at slots[first_S[s] + j] of the pools
+    def attention_paged(
+        self,
+        q_THD: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        cu_queries: Tensor,
+        prefix_S: Tensor,
+        first_S: Tensor,
+        slots: Tensor,
+        scale: float,
+    ) -> Tensor | None: ...
 
     # [T, H]; as ops.moe_combine, where every token has equally many rows
     def combine(self, y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int) -> Tensor | None: ...

@@ -51,6 +51,27 @@ def test_decode_gives_the_bits_of_prefill(fused, shape, cache):
         assert_same_bytes(fused.attention_decode(q[start:end], *pools, first, lengths, scale), out[start:end])
 
 
+@pytest.mark.parametrize("shape", HEADS)
+def test_scattered_keys_give_the_bits_of_keys_in_a_row(fused, shape):
+    """As a cache with pages of one slot has them: prefill behind a prefix, and decode; NaN in every other slot."""
+    q, k, v, cu, scale = packed(*shape)
+    out, total = fused.attention(q, k, v, cu, scale), len(q)
+    slots = torch.randperm(2 * total, generator=torch.Generator().manual_seed(0))[:total].cuda()
+    pools = [torch.full((2 * total, *t.shape[1:]), float("nan"), device="cuda", dtype=t.dtype) for t in (k, v)]
+    for pool, t in zip(pools, (k, v), strict=True):
+        pool[slots] = t
+    lengths = cu.diff()
+    for prefix in (torch.zeros_like(lengths), torch.tensor([2, 0, 0, 69, 65, 63, 399], device="cuda")):
+        new = torch.cat([torch.arange(int(cu[s] + prefix[s]), int(cu[s + 1])) for s in range(len(lengths))]).cuda()
+        queries = torch.nn.functional.pad((lengths - prefix).cumsum(0), (1, 0))
+        for integer in (torch.int32, torch.int64):  # SGLang has both
+            where = [t.to(integer) for t in (queries, prefix, cu[:-1], slots)]
+            assert_same_bytes(fused.attention_paged(q[new], *pools, *where, scale), out[new])
+    some = lengths > 0
+    last, first = cu[1:][some] - 1, cu[:-1][some].int()
+    assert_same_bytes(fused.attention_decode(q[last], *pools, first, lengths[some].int(), scale, slots), out[last])
+
+
 def test_a_sequence_has_the_same_bits_alone(fused):
     q, k, v, cu, scale = packed(32, 4, 128)
     out = fused.attention(q, k, v, cu, scale)

@@ -82,12 +82,35 @@ class FusedLayers:
         return attention.takes(heads, kv_heads, head_dim)
 
     def attention_decode(
-        self, q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, first_B: Tensor, length_B: Tensor, scale: float
+        self,
+        q_BHD: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        first_B: Tensor,
+        length_B: Tensor,
+        scale: float,
+        slots: Tensor | None = None,
     ) -> Tensor | None:
         """One token of each sequence over all that the pools hold of it."""
         if not attention.fits(q_BHD, k_pool.shape[1]):
             return None
-        return attention.attention_decode(q_BHD, k_pool, v_pool, first_B, length_B, scale)
+        return attention.attention_decode(q_BHD, k_pool, v_pool, first_B, length_B, scale, slots)
+
+    def attention_paged(
+        self,
+        q_THD: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        cu_queries: Tensor,
+        prefix_S: Tensor,
+        first_S: Tensor,
+        slots: Tensor,
+        scale: float,
+    ) -> Tensor | None:
+        """New tokens of each sequence behind those that the pools hold of it already."""
+        if not attention.fits(q_THD, k_pool.shape[1]):
+            return None
+        return attention.attention_paged(q_THD, k_pool, v_pool, cu_queries, prefix_S, first_S, slots, scale)
 
     def combine(self, y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int) -> Tensor | None:
         """As layers.ops.moe_combine."""

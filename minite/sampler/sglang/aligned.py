@@ -1,8 +1,9 @@
 """With ``alignment: aligned``: what lies between the GEMMs is computed by layers/ops.py, as the learner computes it.
 
 SGLang's own norms, rotary embedding and activations round elsewhere; FP4 codes turn such last bits into whole steps.
-Each function is a hook around one of SGLang's and passes the call on where no aligned plan is in use. Attention is
-ours on a CPU only; on a GPU it stays SGLang's. The hooks also note what passes while a comparison watches.
+Each function is a hook around one of SGLang's and passes the call on where no aligned plan is in use. Attention on a
+GPU is ours where the backend has a kernel for the heads, else SGLang's. The hooks also note what passes while a
+comparison watches.
 """
 
 from __future__ import annotations
@@ -189,3 +190,64 @@ def decode(
     slot_BL = req_to_token[req_pool_indices.long(), : int(seq_lens.max())].long()
     out_BHD = ops.attention_decode(query, k_cache[slot_BL], v_cache[slot_BL], seq_lens.long(), scaling, strict=False)
     return output.copy_(out_BHD)
+
+
+def extend_paged(
+    sglangs: Original,
+    q: Tensor,
+    o: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k_scale: float,
+    v_scale: float,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    prefix_lens: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around extend_attention_fwd_unified, on a GPU: new tokens [T, H, D]; kv_indices has the slots of all tokens."""
+    kernels = paged_kernels(q, k_pool, v_pool)
+    if kernels is not None:
+        starts_S1, sequences = kv_indptr[: len(prefix_lens) + 1], len(prefix_lens)
+        where = (qo_indptr[: sequences + 1], prefix_lens, starts_S1[:-1], kv_indices)
+        out_THD = kernels.attention_paged(q, k_pool, v_pool, *where, kwargs["sm_scale"])
+        if out_THD is not None:
+            return o.copy_(out_THD)
+    given = (q, o, k_pool, v_pool, k_scale, v_scale, qo_indptr, kv_indptr, kv_indices, prefix_lens)
+    return sglangs(*given, *args, **kwargs)
+
+
+def decode_paged(
+    sglangs: Original,
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    o: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    splits: Tensor,
+    max_splits: int,
+    scale: float,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around decode_attention_fwd, on a GPU: one new token [B, H, D] each, already in the cache."""
+    kernels = paged_kernels(q, k_pool, v_pool)
+    if kernels is not None:
+        starts_B1 = kv_indptr[: len(q) + 1]
+        out_BHD = kernels.attention_decode(q, k_pool, v_pool, starts_B1[:-1], starts_B1.diff(), scale, slots=kv_indices)
+        if out_BHD is not None:
+            return o.copy_(out_BHD)
+    given = (q, k_pool, v_pool, o, kv_indptr, kv_indices, logits, lse, splits, max_splits, scale)
+    return sglangs(*given, *args, **kwargs)
+
+
+def paged_kernels(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Fused | None:
+    """The backend's kernels where an aligned plan runs and the cache is one that they read in place."""
+    if not active() or not (k_pool.is_contiguous() and v_pool.is_contiguous()) or k_pool.dtype != q.dtype:
+        return None
+    return fused()

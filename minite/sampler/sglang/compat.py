@@ -17,6 +17,7 @@ class Compat:
 
     since: tuple[int, ...]
     choices: str  # module whose add_*_choices functions extend the launch options
+    kernels: str  # package of the Triton backend's attention functions
     sessions: bool  # updates happen between begin_weight_update and end_weight_update
 
     def add_quantization(self, name: str, config: type[Any]) -> None:
@@ -36,8 +37,10 @@ class Compat:
 
 
 _TABLE = (  # newest first
-    Compat((0, 5, 18), choices="sglang.srt.arg_groups.choices", sessions=True),
-    Compat((0, 5, 15), choices="sglang.srt.server_args", sessions=False),
+    Compat((0, 5, 18), "sglang.srt.arg_groups.choices", kernels="sglang.kernels.ops.attention", sessions=True),
+    Compat(
+        (0, 5, 15), choices="sglang.srt.server_args", kernels="sglang.srt.layers.attention.triton_ops", sessions=False
+    ),
 )
 TESTED = ("0.5.23", "0.5.15.post1")
 

@@ -24,22 +24,28 @@ def register() -> None:
 
     compat().add_quantization(METHOD, methods.MiniteConfig)
     for target, kind, hook in hooks():
-        HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+        HookRegistry.register(target, hook, kind)
 
 
 def hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
-    """(function of sglang.srt, kind of hook, our function)."""
+    """(SGLang's function, kind of hook, our function)."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from minite.sampler.sglang import aligned, draw
+    from minite.sampler.sglang.compat import compat
 
-    native = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     cpu = [
-        ("state_capturer.base.BaseHostCache.__init__", HookType.REPLACE, make_expert_record),
+        ("sglang.srt.state_capturer.base.BaseHostCache.__init__", HookType.REPLACE, make_expert_record),
         (f"{native}._run_sdpa_forward_extend", HookType.AROUND, aligned.extend),
         (f"{native}._run_sdpa_forward_decode", HookType.AROUND, aligned.decode),
     ]
-    return [
+    kernels = compat().kernels
+    gpu = [
+        (f"{kernels}.extend_attention.extend_attention_fwd_unified", HookType.AROUND, aligned.extend_paged),
+        (f"{kernels}.decode_attention.decode_attention_fwd", HookType.AROUND, aligned.decode_paged),
+    ]
+    everywhere = [
         ("model_executor.model_runner.ModelRunner.forward", HookType.AROUND, aligned.forward),
         ("layers.radix_attention.RadixAttention.forward", HookType.AROUND, aligned.attention),
         ("managers.scheduler.Scheduler.get_internal_state", HookType.AFTER, add_proof),
@@ -56,7 +62,10 @@ def hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
             (f"models.{kind}.{family.architecture}.load_weights", HookType.AROUND, receive_weights)
             for kind, family in FAMILIES.items()
         ],
-        *([] if torch.cuda.is_available() else cpu),
+    ]
+    return [
+        *((f"sglang.srt.{target}", kind, hook) for target, kind, hook in everywhere),
+        *(gpu if torch.cuda.is_available() else cpu),
     ]
 
 
@@ -64,7 +73,7 @@ def missing_hooks() -> list[str]:
     """Hooks that SGLang did not apply, which it only logs."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return [target for target, _, _ in hooks() if f"sglang.srt.{target}" not in HookRegistry._patched]
+    return [target for target, _, _ in hooks() if target not in HookRegistry._patched]
 
 
 def add_proof(answer: Any, scheduler: Any, *args: Any) -> None:
