@@ -67,7 +67,9 @@ class Outcome:
     def check_memory(self) -> None:
         """Adds what grew."""
         for who, samples in self.memory.items():
-            if slope(samples) > BOUND[self.name]:
+            if not samples:
+                self.wrong.append(f"{who} was never seen")
+            elif slope(samples) > BOUND[self.name]:
                 self.wrong.append(f"{who} grows by {slope(samples):.2f} KiB each, at most {BOUND[self.name]:g} allowed")
 
 
