@@ -21,7 +21,12 @@ PACKAGES = {
     "triton": "torch",  # torch for a GPU brings this and the next
     "cuda": "torch",
 }
-UNPACKAGED = {"minite", "slime_plugin", "slime"}  # slime comes from its repository
+UNPACKAGED = {
+    "minite",
+    "slime_plugin",
+    "slime",
+    "sglang_router",
+}  # the last two come from slime: its repository, its image
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +73,17 @@ def test_every_folder_with_modules_is_a_package(given: dict[str, Any]) -> None:
     """One without __init__.py can be imported from a checkout, but the wheel does not hold it."""
     folders = {f.parent.relative_to(ROOT) for top in ("minite", "slime_plugin") for f in (ROOT / top).rglob("*.py")}
     assert {str(folder).replace("/", ".") for folder in folders} == set(given["packages"])
+
+
+def test_the_table_of_dependencies_has_each_with_the_version_that_is_pinned(given: dict[str, Any]) -> None:
+    wanted = itertools.chain(given["install_requires"], *given["extras_require"].values())
+    names = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in wanted}
+    rows = [line.split("|") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.count("|") == 5]
+    table = {name.strip().lower(): row[2].strip() for row in rows for name in row[1].split(",")}
+    assert names <= set(table)
+    pins = (ROOT / "constraints.txt").read_text() + (ROOT / "scripts" / "sglang_cpu.txt").read_text()
+    pinned = {
+        name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w-]+)==([\w.]+)", pins, re.M)
+    }
+    numbered = {name: version for name, version in table.items() if name in names and version[0].isdigit()}
+    assert len(numbered) > 15 and numbered == {name: pinned.get(name) for name in numbered}
