@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from minite.config import RunConfig
@@ -80,6 +82,34 @@ def go_on(
         worker.save(target)
         metrics += [worker.train_step(data, 50) for _ in range(steps - 1)]
         return exported and exported[1], metrics
+
+
+def broken_gradient(
+    rank: int, world: int, port: int, config: RunConfig, data: RolloutBatch
+) -> tuple[list[float], list[bool], list[str]]:
+    """Three steps, in the second of which the last rank's gradient begins as NaN: skipped steps, whether each left this
+    rank's master weights and moments as they were, and the parameters named."""
+    with learner(config, rank, world, port) as worker:
+        from minite.learner.optimizer import _adam_states
+
+        policy = worker._policy
+        plain, skipped, same = policy.model.token_logprobs, [], []
+
+        def broken(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            logprob_T, entropy_T = plain(*args, **kwargs)
+            logprob_T.register_hook(lambda grad: grad * float("nan"))
+            return logprob_T, entropy_T
+
+        def bits() -> list[Tensor]:
+            pairs = _adam_states(policy.optimizer)
+            return [t.detach().clone() for p, s in pairs for t in (p, s["exp_avg"], s["exp_avg_sq"], s["step"])]
+
+        for step in range(3):
+            policy.model.token_logprobs = broken if step == 1 and rank == world - 1 else plain
+            before = bits()
+            skipped.append(worker.train_step(data, 50)["learner/skipped_steps"])
+            same.append(all(torch.equal(a, b) for a, b in zip(before, bits(), strict=True)))
+        return skipped, same, worker.unsound_gradients()
 
 
 def save_on_a_full_disk(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
+from minite.config.schema import FormatConfig
 from minite.errors import UserError
 from minite.sync.verify import compare
 from tests.learner import scenarios
@@ -126,6 +128,19 @@ def test_a_checkpoint_is_read_under_another_layout(ranks, name, tmp_path):
     assert resumed == straight[1:2]
     for got, expected in zip([*metrics, *again], [*straight[1:], straight[2]], strict=True):
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["moe-tp2", "moe-ep2", "dense-dp2"])
+def test_a_gradient_broken_on_one_rank_is_skipped_on_all(ranks, name):
+    """NVFP4 gradients, whose quantizer must not raise while the other rank waits in the backward pass."""
+    kind, parallel = LAYOUTS[name]
+    config = layout(recipe(kind, "w4a4"), **parallel)
+    formats = {"w4a4": FormatConfig("nvfp4_1d", "nvfp4_row", "nvfp4", "nvfp4")}
+    config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, formats=formats))
+    told = ranks.run(scenarios.broken_gradient, config, batch(LENGTHS, replay=kind == "qwen3_moe"))
+    for skipped, same, names in told:
+        assert skipped == [0.0, 1.0, 0.0] and same == [False, True, False]
+        assert "output_layer.weight" in names and names == told[0][2]
 
 
 @pytest.mark.parametrize(("full", "room"), [(0, 100), (1, 4000)])
