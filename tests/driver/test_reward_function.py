@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from metric_keys import undocumented
 
 from minite.config.schema import DataConfig
+from minite.driver import reward
 from minite.driver.data import Example
 from minite.driver.reward import BadReward, Scorer
+from minite.driver.rollout import Rollouts
 from minite.errors import UserError
 
 FUNCTION = """
@@ -62,6 +66,19 @@ def test_a_failure_is_named_and_the_next_response_scored(scorer, response, reaso
         ask(scorer, response, "2")
     assert time.monotonic() - started < 30
     assert ask(scorer, "\n1.5 ", "2") == 3.5 and math.isfinite(ask(scorer, "0", "0"))
+
+
+def test_an_answer_that_a_tasks_own_scorer_does_not_outlive_is_wrong_and_counted(tmp_path, monkeypatch):
+    """Stands for reasoning_gym's, which tests/driver/test_reasoning.py has where the package is."""
+    (tmp_path / "my_reward.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reward, "SERVED", "my_reward.score")
+    scorer = Scorer(DataConfig(kind="reasoning_gym", reward_timeout=1.0))
+    assert [ask(scorer, response, "2") for response in ("1", "hang", "1", "die", "1")] == [3.0, 0.0, 3.0, 0.0, 3.0]
+    told = Rollouts._ended(SimpleNamespace(_reward=scorer), "reward/ended")
+    assert told == {"reward/ended": 2.0} and not undocumented([*told, "reward/ended_heldout"])
+    assert Rollouts._ended(SimpleNamespace(_reward=scorer), "reward/ended") == {}
+    scorer.close()
 
 
 def test_nothing_is_left_running(scorer):
