@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,6 +30,8 @@ FOLDER = "checkpoints"
 MANIFEST = "MANIFEST.json"
 _STATE, _TENSORS = "state.json", "state.safetensors"
 _TENSOR_MARK = "__tensor__"
+_ANOTHER = "remove this checkpoint and resume from an older one"
+RUN_STATE = {"step": int, "weight_digest": str, "plan_digest": str, "triage": dict, "watch": dict, "rollouts": dict}
 _ASIDE = ".aside-"  # prefix of folders being written or removed
 
 
@@ -128,6 +131,18 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The ``state`` given to write_checkpoint: equal values, tensors with equal bytes."""
     tensors = load_file(folder / _TENSORS) if (folder / _TENSORS).exists() else {}
     state: dict[str, Any] = _join_tensors(json.loads((folder / _STATE).read_text()), tensors)
+    return state
+
+
+def read_run_state(folder: Path) -> dict[str, Any]:
+    """The state of a run. Raises UserError for one that has not the parts of ours, though it fits its manifest."""
+    try:
+        state = read_state(folder)
+    except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+        raise UserError(f"{folder}: {_STATE} cannot be read ({type(error).__name__}: {error}); {_ANOTHER}") from None
+    for key, kind in RUN_STATE.items():
+        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
+            raise UserError(f"{folder}: {_STATE} has no '{key}' of type {kind.__name__}; {_ANOTHER}")
     return state
 
 

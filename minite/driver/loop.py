@@ -268,7 +268,7 @@ class Run:
 
     def restore(self, folder: Path) -> None:
         """Everything as it was when ``folder`` was written, and proof that the weights are."""
-        state = checkpoint.read_state(folder)
+        state = checkpoint.read_run_state(folder)
         self.watch.load_state_dict(state["watch"])
         if self.watch.plan.digest != self.plan.digest:
             self._use_plan(self.watch.plan)

@@ -163,6 +163,27 @@ def test_any_damage_to_any_file_is_a_line_or_harmless(run, capsys):
     assert set(ended) == {2, "step_00000002", "step_00000004"}
 
 
+STATE = {"step": 3, "weight_digest": "0", "plan_digest": "0", "triage": {}, "watch": {}, "rollouts": {}}
+
+
+@pytest.mark.parametrize("key", STATE)
+@pytest.mark.parametrize("value", [None, [], 1.5])
+def test_a_state_that_fits_its_manifest_but_is_none_of_ours_is_told(tmp_path, key, value):
+    folder = checkpoint.write_checkpoint(tmp_path, 3, _parts, STATE | {key: value})
+    assert checkpoint.newest_valid(tmp_path) == (folder, [])
+    with pytest.raises(UserError, match=f"step_00000003: state.json has no '{key}' of type"):
+        checkpoint.read_run_state(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", DEEP, '{"step": {"__tensor__": "state.no"}}'])
+def test_a_state_that_is_no_state_is_told(tmp_path, text):
+    folder = checkpoint.write_checkpoint(tmp_path, 3, _parts, STATE)
+    assert checkpoint.read_run_state(folder) == STATE
+    (folder / "state.json").write_text(text)
+    with pytest.raises(UserError, match="step_00000003: state.json (cannot be read|has no 'step')"):
+        checkpoint.read_run_state(folder)
+
+
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe", b'{"step": "one"}', b'{"step": null}', DEEP.encode(), b"{}", b"[]", b"7"]
 )
