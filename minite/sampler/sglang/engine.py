@@ -60,7 +60,11 @@ class SglangEngine:
         self._generating = threading.Lock()
         self._clock = Clock()  # of the last weight update
         self._loop = asyncio.get_event_loop()
-        proof.check(self.states(), plan, self.backend, None)
+        try:
+            proof.check(self.states(), plan, self.backend, None)
+        except BaseException:
+            self.close()  # whoever catches this has no engine to close
+            raise
 
     def states(self) -> list[dict[str, Any]]:
         """What every scheduler process says of itself, miniTE's proof under "minite"."""
