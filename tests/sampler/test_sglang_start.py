@@ -9,7 +9,6 @@ from tiny_engine import DENSE, config
 
 from minite.config import resolve_plan
 from minite.sampler.sglang import engine
-from minite.sampler.sglang.compat import Compat
 from minite.sync.errors import SyncError
 
 
@@ -17,7 +16,7 @@ def test_what_was_started_is_ended_when_the_plugin_is_missing(monkeypatch):
     ended = []
     stand_in = SimpleNamespace(get_server_info=lambda: {"internal_states": [{}]}, shutdown=lambda: ended.append(True))
     monkeypatch.setattr(engine, "make_engine", lambda arguments: stand_in)
-    monkeypatch.setattr(engine, "compat", lambda: Compat((0, 5, 18), "", sessions=True))
+    monkeypatch.setattr(engine, "compat", lambda: None)
     monkeypatch.setattr(engine.env, "apply_sglang_env", lambda device, ranks: None)
     cfg = config(DENSE, sampler={"kind": "sglang", "device": "cpu"})
     with pytest.raises(SyncError, match="plugin is not active"):
