@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def install_actor() -> None:
     _module("sglang.srt.utils", MultiprocessingSerializer=object)
     _module("sglang.srt.utils.patch_torch", monkey_patch_torch_reductions=lambda: None)
     _module("sglang.srt.weight_sync.tensor_bucket", FlattenedTensorBucket=object)
-    _module("torch_memory_saver", torch_memory_saver=types.SimpleNamespace())
+    # Megatron with slime's patches takes its buffers within such a region.
+    region = lambda **_: nullcontext()  # noqa: E731
+    _module("torch_memory_saver", torch_memory_saver=types.SimpleNamespace(region=region))
 
 
 def cpu_accelerator() -> Any:
