@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import tiny_slime  # first: it makes slime importable
 import yaml
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.extensions.transformer_engine import TEQuantizationParams
 from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from tiny_slime import DENSE, exported, random_weights, recipe, slime_args, wrapped
+from torch.distributed import checkpoint
 
 from minite.config import load_recipe, resolve_plan
 from minite.launch import te
-from minite.learner.checkpoint import _SaveInProcess
 from minite.models.hf_config import write_hf_config
 from minite.sync.checkpoint import CheckpointWriter
 from minite.sync.verify import compare
@@ -41,13 +43,27 @@ def check_slime_starts_from_a_hugging_face_directory() -> None:
         assert compare(dict(target.named_parameters()), dict(source.named_parameters())) is None
 
 
+class InProcess(strategies.TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format without its writer, whose helper processes do not start from within this one."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        checkpoint.save(
+            strategies.mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
 def check_megatron_saves_and_loads_every_parameter() -> None:
     args = slime_args()
     source, target = build(args), build(args)
     random_weights(source)
     random_weights(target, seed=1)
     with tempfile.TemporaryDirectory() as directory:
-        dist_checkpointing.save(source.sharded_state_dict(), directory, _SaveInProcess("torch_dist", 1))
+        dist_checkpointing.save(source.sharded_state_dict(), directory, InProcess("torch_dist", 1))
         target.load_state_dict(dist_checkpointing.load(target.sharded_state_dict(), directory))
     assert compare(dict(target.named_parameters()), dict(source.named_parameters())) is None
 

@@ -68,6 +68,7 @@ def slime_args(*overrides: str, **changes: Any) -> Namespace:
         recompute_loss_function=False, loss_type="policy_loss", save_debug_train_data=None,
         custom_loss_function_path="slime_plugin.loss.grpo", custom_model_provider_path=MODEL,
         custom_tis_function_path=HOOKS["--custom-tis-function-path"], save=None, load=None,
+        use_rollout_routing_replay=True, sglang_router_ip=None,
     )  # fmt: skip
     for name, value in changes.items():
         setattr(args, name, value)
