@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
+from minite.config import resolve_plan
+from minite.driver import loop
 from minite.driver.exporters import (
     MAX_VISITORS,
     PrometheusEndpoint,
@@ -23,6 +25,7 @@ from minite.driver.exporters import (
     prometheus,
     records,
 )
+from minite.driver.job import Job
 from minite.driver.ports import free_port
 from minite.errors import UserError
 from tests.driver.tiny_run import config
@@ -132,6 +135,22 @@ def test_a_port_in_use_is_told_and_one_that_was_closed_is_free_again(tmp_path: P
             opened.write(0, {"reward/mean": 0.5})
             assert scrape(port)["minite_reward_mean"] == "0.5" and others == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.yaml"], "no exporter but the one asked for"
+
+
+def test_the_endpoint_stays_open_while_a_run_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    run_config = config(tmp_path, f"driver.prometheus_port={port}")
+    seen: list[tuple[object, str]] = []
+
+    def attempt(job: Job, folder: object, failed: float, served: list[PrometheusEndpoint]) -> bool:
+        served[0].write(len(seen), {})
+        seen.append((served[0], scrape(port)["minite_step"]))
+        return len(seen) == 3
+
+    monkeypatch.setattr(loop, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(loop, "_attempt", attempt)
+    loop._go(Job(run_config, resolve_plan(run_config), tmp_path), None)
+    assert [step for _, step in seen] == ["0.0", "1.0", "2.0"] and len({id(opened) for opened, _ in seen}) == 1
 
 
 def test_a_missing_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

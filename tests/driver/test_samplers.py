@@ -9,7 +9,7 @@ from ray.exceptions import ObjectStoreFullError
 
 from minite.config import resolve_plan
 from minite.driver import samplers
-from minite.driver.actors import Lost
+from minite.driver.actors import LearnerGroup, Lost
 from minite.driver.cluster import Slot
 from minite.driver.recovery import Recovery
 from minite.errors import ProcessDied
@@ -124,6 +124,16 @@ def test_a_plan_that_the_object_store_does_not_take_is_lost_data(pool):
     Actor.failures |= {(0, "update"): ProcessDied("killed"), (2, "setup"): ObjectStoreFullError("full")}
     with pytest.raises(Lost, match="the precision plan cannot be shared"):
         pool.update([], version(2))
+
+
+def test_arguments_of_a_learner_that_the_object_store_does_not_take_are_lost_data():
+    def full(*_):
+        raise ObjectStoreFullError("full")
+
+    learners = LearnerGroup.__new__(LearnerGroup)
+    learners._ranks, learners._timeout = [SimpleNamespace(call=SimpleNamespace(remote=full))], 1.0
+    with pytest.raises(Lost, match="the arguments of a call cannot be shared"):
+        learners.use_plan(None)
 
 
 def test_lost_data_is_not_the_samplers_fault(pool):
