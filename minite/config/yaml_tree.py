@@ -57,6 +57,12 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = _resolvers()
 
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """Stops at a depth that no recipe has: PyYAML's time grows with the square of it."""
+        if self.flow_level > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} brackets are open", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
+
 
 def parse_yaml(text: str, file: str, source: str | None = None) -> Value:
     """Parse one document; an empty one is an empty mapping.
