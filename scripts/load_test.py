@@ -38,7 +38,7 @@ from minite.backends.registry import get_backend
 from minite.config import RunConfig, load_recipe, resolve_plan
 from minite.models import get_model
 from minite.sampler.embedded import EmbeddedEngine
-from minite.sampler.engine import Completion, EngineStats, Request, SamplingParams
+from minite.sampler.engine import Completion, EngineStats, Request, SamplingParams, update_weights
 from minite.sync.export import pack
 from minite.sync.transport import package
 from minite.types import WeightVersion
@@ -100,10 +100,7 @@ def ship(engine: EmbeddedEngine, config: RunConfig, seed: int) -> tuple[str, Wei
 
     weights = {name: random_tensor(shape) for name, shape in shapes.items()}
     buckets, version = package(pack(plan, weights.items(), backend, shapes=shapes), seed, plan.digest)
-    engine.begin_update(version)
-    for bucket in buckets:
-        engine.load_bucket(bucket)
-    return engine.finish_update(), version
+    return update_weights(engine, buckets, version), version
 
 
 def make_engine(config: RunConfig, progress: Callable[[EngineStats], None] | None = None) -> EmbeddedEngine:

@@ -14,7 +14,7 @@ from minite.driver.buffer import Group, pack
 from minite.driver.data import Example, Prompt
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
-from minite.sampler.engine import Request, SamplingParams
+from minite.sampler.engine import Request, SamplingParams, update_weights
 from tests.tolerances import STRICT_GAP
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -44,10 +44,7 @@ def gap(config: RunConfig) -> Tensor:
         assert exported is not None
         buckets, version = exported
         engine = make_engine(config, plan)
-        engine.begin_update(version)
-        for bucket in buckets:
-            engine.load_bucket(bucket)
-        engine.finish_update()
+        update_weights(engine, buckets, version)
         draw = random.Random(5)
         requests = [
             Request(

@@ -19,7 +19,7 @@ from minite.driver.actors import Exported, Lost, answers, end, named_numbers, pr
 from minite.driver.cluster import Slot
 from minite.driver.recovery import Recovery
 from minite.errors import ProcessDied
-from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sampler.engine import Completion, EngineStats, Request, update_weights
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.flat import unflatten
@@ -46,10 +46,7 @@ class _Sampler:
     def update(self, bucket_refs: list[ray.ObjectRef], version: WeightVersion) -> dict[str, float]:
         """Seconds by phase."""
         clock = Clock()
-        self.engine.begin_update(version)
-        for flat in clock.during("fetch", map(ray.get, bucket_refs)):
-            self.engine.load_bucket(unflatten(flat))
-        self.engine.finish_update()
+        update_weights(self.engine, map(unflatten, clock.during("fetch", map(ray.get, bucket_refs))), version)
         return clock.seconds | self.engine.stats().update_seconds
 
     def generate(self, requests: list[Request]) -> list[Completion]:

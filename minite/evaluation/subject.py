@@ -12,7 +12,7 @@ from minite.driver.tokenizer import Tokenizer, make_tokenizer
 from minite.learner import hf
 from minite.models import get_model
 from minite.sampler.embedded import EmbeddedEngine
-from minite.sampler.engine import Completion, Request, SamplingParams
+from minite.sampler.engine import Completion, Request, SamplingParams, update_weights
 from minite.sync.export import pack
 from minite.sync.stored import MODEL_DTYPES
 from minite.sync.transport import package
@@ -61,8 +61,5 @@ def load(checkpoint: Path, config: RunConfig) -> Subject:
     engine = EmbeddedEngine(config, plan, "cuda" if use_cuda(config.sampler.device) else "cpu")
     named = ((name, read(name, shape).to(engine.device, dtype)) for name, shape in shapes.items())
     buckets, version = package(pack(plan, named, engine.model.backend, shapes=shapes), 0, plan.digest)
-    engine.begin_update(version)
-    for bucket in buckets:
-        engine.load_bucket(bucket)
-    engine.finish_update()
+    update_weights(engine, buckets, version)
     return Subject(config, engine, tokenizer)

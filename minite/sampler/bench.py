@@ -22,7 +22,7 @@ from minite.config.schema import PrecisionConfig
 from minite.errors import UserError
 from minite.models import get_model
 from minite.sampler import make_engine
-from minite.sampler.engine import Engine, Request, SamplingParams
+from minite.sampler.engine import Engine, Request, SamplingParams, update_weights
 from minite.sync.export import pack
 from minite.sync.stored import MODEL_DTYPES
 from minite.sync.transport import package
@@ -83,10 +83,7 @@ def _update(engine: Engine, config: RunConfig, plan: PrecisionPlan) -> float:
     shapes = get_model(config.model.kind).hf_tensors(config.model)
     buckets, version = package(pack(plan, _weights(config, device), backend, shapes=shapes), 0, plan.digest)
     start = time.perf_counter()
-    engine.begin_update(version)
-    for bucket in buckets:
-        engine.load_bucket(bucket)
-    engine.finish_update()
+    update_weights(engine, buckets, version)
     return time.perf_counter() - start
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from minite.sync.errors import SyncError
 from minite.types import WeightVersion
 
 
@@ -84,3 +85,18 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...  # ends what it runs outside of this process; not used afterwards
+
+
+def update_weights(engine: Engine, buckets: Iterable[Mapping[str, Tensor]], version: WeightVersion) -> str:
+    """A whole weight update. Returns the digest of what is held; raises SyncError as the engine does."""
+    engine.begin_update(version)
+    for bucket in buckets:
+        engine.load_bucket(bucket)
+    return engine.finish_update()
+
+
+def under_way(incoming: WeightVersion | None, call: str) -> WeightVersion:
+    """The version of the update that ``call`` is part of. SyncError when none has begun."""
+    if incoming is None:
+        raise SyncError(f"{call} without begin_update; announce the version first")
+    return incoming

@@ -15,7 +15,7 @@ from minite.driver.loop import Run
 from minite.driver.metrics import MetricsWriter
 from minite.driver.ports import free_port
 from minite.driver.samplers import Share, _Sampler
-from minite.sampler.engine import Completion, Engine, Request
+from minite.sampler.engine import Completion, Request, update_weights
 from minite.types import WeightVersion
 
 
@@ -59,13 +59,8 @@ class Samplers:
             actor.setup(self._config, plan, 1)
 
     def update(self, buckets: Any, version: WeightVersion) -> dict[str, float]:
-        def load(engine: Engine) -> None:
-            engine.begin_update(version)
-            for bucket in buckets:
-                engine.load_bucket(bucket)
-            engine.finish_update()
-
-        calls = [t.submit(load, a.engine) for t, a in zip(self._threads, self._actors, strict=True)]
+        pairs = zip(self._threads, self._actors, strict=True)
+        calls = [thread.submit(update_weights, actor.engine, buckets, version) for thread, actor in pairs]
         for call in calls:
             call.result()
         self._step = version.step

@@ -12,6 +12,7 @@ from minite.config import PrecisionPlan, RunConfig, config_from_dict, resolve_pl
 from minite.models import get_model
 from minite.sampler.embedded import EmbeddedEngine
 from minite.sampler.engine import Request, SamplingParams
+from minite.sampler.engine import update_weights as load
 from minite.sync.export import pack, unquantized
 from minite.sync.transport import Bucket, package
 from minite.types import WeightVersion
@@ -72,13 +73,6 @@ def shipment(cfg: RunConfig, seed: int = 0, step: int = 0) -> tuple[list[Bucket]
         groups, digest = unquantized(plan, random_weights(cfg, seed).items(), backend, shapes=shapes)
         return package(groups, step, plan.digest, quantized=digest)
     return package(pack(plan, random_weights(cfg, seed).items(), backend, shapes=shapes), step, plan.digest)
-
-
-def load(engine: EmbeddedEngine, buckets: list[Bucket], version: WeightVersion) -> str:
-    engine.begin_update(version)
-    for bucket in buckets:
-        engine.load_bucket(bucket)
-    return engine.finish_update()
 
 
 def engine(cfg: RunConfig, seed: int = 0, progress: Callable | None = None) -> EmbeddedEngine:

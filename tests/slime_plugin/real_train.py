@@ -44,7 +44,7 @@ from minite.losses.advantage import group_advantage
 from minite.models import get_model
 from minite.models.hf_config import write_hf_config
 from minite.sampler.embedded import EmbeddedEngine
-from minite.sampler.engine import Request, SamplingParams
+from minite.sampler.engine import Request, SamplingParams, update_weights
 from minite.sync.checkpoint import CheckpointWriter
 from minite.sync.export import pack
 from minite.sync.modelopt import quantization_config
@@ -117,10 +117,7 @@ def send(actor: Any, engine: EmbeddedEngine, plan: Any, step: int) -> None:
             for pair in megatron_to_hf.convert_to_hf(actor.args, "qwen3_moe", name, tensor)
         ]
     buckets, version = package(pack(plan, named, get_backend("auto", device="cpu", strict=False)), step, plan.digest)
-    engine.begin_update(version)
-    for bucket in buckets:
-        engine.load_bucket(bucket)
-    engine.finish_update()
+    update_weights(engine, buckets, version)
 
 
 def roll_out(engine: EmbeddedEngine, step: int) -> dict[str, Any]:

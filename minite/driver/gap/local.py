@@ -11,7 +11,7 @@ from minite.config import PrecisionPlan, RunConfig
 from minite.driver.ports import free_port
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
-from minite.sampler.engine import Engine
+from minite.sampler.engine import Engine, update_weights
 from minite.sync.transport import Bucket
 from minite.types import RolloutBatch, WeightVersion
 
@@ -55,10 +55,7 @@ class Pair:
 
     def load(self, buckets: Sequence[Bucket], version: WeightVersion) -> None:
         """Weights from anywhere into the sampler, verified there."""
-        self.engine.begin_update(version)
-        for bucket in buckets:
-            self.engine.load_bucket(bucket)
-        self.engine.finish_update()
+        update_weights(self.engine, buckets, version)
 
 
 def start_learner(config: RunConfig, plan: PrecisionPlan) -> LearnerWorker:

@@ -16,7 +16,7 @@ import torch
 from minite.config import RunConfig, load_recipe, resolve_plan
 from minite.models import get_model
 from minite.sampler.embedded.engine import EmbeddedEngine
-from minite.sampler.engine import EngineStats, Request, SamplingParams
+from minite.sampler.engine import EngineStats, Request, SamplingParams, update_weights
 from minite.sync.export import FormatQuantizer, pack
 from minite.sync.stored import MODEL_DTYPES
 from minite.sync.transport import package
@@ -31,10 +31,7 @@ def random_engine(config: RunConfig, device: str, progress: Callable[[EngineStat
     named = ((name, (torch.randn(shape) * shape[-1] ** -0.5).to(dtype)) for name, shape in shapes.items())
     buckets, version = package(pack(plan, named, FormatQuantizer(), shapes=shapes), 0, plan.digest)
     engine = EmbeddedEngine(config, plan, device, progress)
-    engine.begin_update(version)
-    for bucket in buckets:
-        engine.load_bucket(bucket)
-    engine.finish_update()
+    update_weights(engine, buckets, version)
     return engine
 
 

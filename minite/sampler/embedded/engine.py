@@ -19,7 +19,7 @@ from minite.sampler.embedded.kv_cache import Decode, KVCache, Prefill, Score
 from minite.sampler.embedded.model import Model
 from minite.sampler.embedded.sampling import BatchParams, request_seed, sample, uniform
 from minite.sampler.embedded.scheduler import Scheduler, Sequence
-from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sampler.engine import Completion, EngineStats, Request, under_way
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
@@ -230,8 +230,7 @@ class EmbeddedEngine:
 
     def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors of one bucket, on the wire or plain. SyncError names one that does not belong."""
-        if self._incoming is None:
-            raise SyncError("load_bucket without begin_update; announce the version first")
+        under_way(self._incoming, "load_bucket")
         with self._clock.timed("load"):
             named = from_wire(tensors)
             manifest = named.pop(MANIFEST, None)
@@ -241,9 +240,7 @@ class EmbeddedEngine:
 
     def finish_update(self) -> str:
         """Verify what is held and make it usable. Returns its digest; SyncError when it is not the announced one."""
-        if self._incoming is None:
-            raise SyncError("finish_update without begin_update; announce the version first")
-        version, self._incoming = self._incoming, None
+        version, self._incoming = under_way(self._incoming, "finish_update"), None
         try:
             with self._clock.timed("verify"):
                 held = self.model.weights.verify(version.weight_digest, self._manifest)

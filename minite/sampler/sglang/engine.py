@@ -23,7 +23,7 @@ from minite.config.plan import PrecisionPlan
 from minite.config.schema import RunConfig
 from minite.errors import UserError
 from minite.sampler.embedded.sampling import request_seed
-from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sampler.engine import Completion, EngineStats, Request, under_way
 from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
@@ -166,15 +166,12 @@ class SglangEngine:
 
     def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
         """Pass the tensors of one bucket on, on the wire or plain. What is wrong with them shows in finish_update."""
-        if self._incoming is None:
-            raise SyncError("load_bucket without begin_update; announce the version first")
+        under_way(self._incoming, "load_bucket")
         self._send(tensors)
 
     def finish_update(self) -> str:
         """Close the update, forget all cached prefixes, and have every scheduler prove what it holds."""
-        if self._incoming is None:
-            raise SyncError("finish_update without begin_update; announce the version first")
-        version, self._incoming = self._incoming, None
+        version, self._incoming = under_way(self._incoming, "finish_update"), None
         try:
             with self._clock.timed("flush"):
                 self.compat.end_update(self.sglang)
@@ -214,8 +211,7 @@ class SglangEngine:
 
     def load_broadcast(self, group: str, sizes: tuple[int, int]) -> None:
         """``load_bucket`` of what rank 0 of a group broadcasts: DATA, then INDEX of a flat bucket, of so many bytes."""
-        if self._incoming is None:
-            raise SyncError("load_broadcast without begin_update; announce the version first")
+        under_way(self._incoming, "load_broadcast")
         with self._clock.timed("transfer"):
             checked(
                 self.sglang.update_weights_from_distributed,
