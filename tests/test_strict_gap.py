@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from minite.config import RunConfig, load_recipe, resolve_plan
 from minite.driver.buffer import Group, pack
 from minite.driver.data import Example, Prompt
+from minite.driver.ports import LOOPBACK, free_port
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
 from minite.sampler.engine import Request, SamplingParams, update_weights
@@ -29,16 +29,10 @@ WIDE = ["model.hidden_size=1024", "model.num_heads=8", "model.head_dim=128", "mo
 WIDE += ["model.num_experts=16", "model.experts_per_token=4", "model.init_std=0.05"]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def gap(config: RunConfig) -> Tensor:
     """Learner minus sampler log-probs of 96 mixed requests, [loss tokens]. Weights are random."""
     plan = resolve_plan(config)
-    worker = LearnerWorker(config, plan, 0, 1, "127.0.0.1", free_port())
+    worker = LearnerWorker(config, plan, 0, 1, LOOPBACK, free_port())
     try:
         exported = worker.export()
         assert exported is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minite.config import PrecisionPlan, RunConfig
 from minite.driver.cluster import Slot
-from minite.driver.ports import free_port
+from minite.driver.ports import LOOPBACK, free_port
 from minite.errors import ProcessDied, UserError
 from minite.formats import NonFiniteError
 from minite.sync.clock import Clock
@@ -53,7 +53,7 @@ class _Learner:
 
         if self.worker is not None:
             self.worker.close()
-        self.worker = LearnerWorker(config, plan, rank, world, "127.0.0.1", port)
+        self.worker = LearnerWorker(config, plan, rank, world, LOOPBACK, port)
 
     def pid(self) -> int:
         return os.getpid()

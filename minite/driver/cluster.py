@@ -20,10 +20,10 @@ from ray._private import ray_constants
 from minite.backends.device import use_cuda
 from minite.config import RunConfig, env
 from minite.driver import undertaker
+from minite.driver.ports import LOOPBACK
 from minite.errors import ProcessDied, UserError
 
 STARTS = 3  # of Ray, where the machine is too busy for it
-LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory
 
 

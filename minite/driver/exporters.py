@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from minite.config import RunConfig, config_to_dict, env
+from minite.driver.ports import LOOPBACK  # what a run does is nobody's business on the network
 from minite.errors import UserError
 
 MAX_VISITORS, PATIENCE = 16, 10.0  # at a time; for the next byte of a request [s]
-HOST = "127.0.0.1"  # of the endpoint: what a run does is nobody's business on the network
 
 # setting -> (package to import, extra of miniTE that installs it)
 _NEEDED = {"driver.prometheus_port": ("prometheus_client", "prometheus"), "driver.wandb": ("wandb", "wandb")}
@@ -137,12 +137,12 @@ class PrometheusEndpoint:
 
         self._registry = CollectorRegistry()  # not the library's global one: a process may hold several runs in turn
         try:
-            self._server = make_server(HOST, port, make_wsgi_app(self._registry), _Server, _Handler)
+            self._server = make_server(LOOPBACK, port, make_wsgi_app(self._registry), _Server, _Handler)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise UserError(
-                f"driver.prometheus_port is {port}: {error.strerror.lower()} on {HOST}; another run may hold it: "
+                f"driver.prometheus_port is {port}: {error.strerror.lower()} on {LOOPBACK}; another run may hold it: "
                 "take another with -o driver.prometheus_port=N, or leave it out with null"
             ) from None
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from minite.config.schema import FormatConfig
+from minite.driver.ports import free_port
 from minite.errors import UserError
 from minite.sync.verify import compare
 from tests.learner import scenarios
 from tests.learner.ranks import Ranks
-from tests.learner.tiny_policy import batch, free_port, layout, learner, recipe
+from tests.learner.tiny_policy import batch, layout, learner, recipe
 
 LENGTHS = [9, 14, 6, 11, 17]  # odd in number and in sum: ranks get unequal shares and padding
 LAYOUTS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from minite.config.env import megatron_dir, slime_dir
+from minite.driver.ports import LOOPBACK, free_port
 
 # What slime imports and miniTE does not install.
 _NEEDED = ("httpx", "omegaconf", "six", "transformers", "wandb")
@@ -40,8 +40,8 @@ def in_slime(script: str, *arguments: str, ranks: int = 1) -> str:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
     }
     command = [sys.executable, str(Path(__file__).with_name(script)), str(slime), str(megatron), *arguments]
@@ -64,9 +64,3 @@ def in_slime(script: str, *arguments: str, ranks: int = 1) -> str:
         for rank, code in enumerate(codes):
             assert code == 0, f"rank {rank}:\n{texts[rank].read()[-2000:]}\n{texts[-1 - rank].read()[-6000:]}"
         return texts[0].read()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

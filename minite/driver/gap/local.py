@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minite.config import PrecisionPlan, RunConfig
-from minite.driver.ports import free_port
+from minite.driver.ports import LOOPBACK, free_port
 from minite.learner.worker import LearnerWorker
 from minite.sampler import make_engine
 from minite.sampler.engine import Engine, update_weights
@@ -59,7 +59,7 @@ class Pair:
 
 
 def start_learner(config: RunConfig, plan: PrecisionPlan) -> LearnerWorker:
-    return LearnerWorker(config, plan, 0, 1, "127.0.0.1", free_port())
+    return LearnerWorker(config, plan, 0, 1, LOOPBACK, free_port())
 
 
 @contextmanager
