@@ -43,16 +43,21 @@ def save(policy: Policy, directory: Path) -> None:
     is to blame, after which training can go on, RuntimeError otherwise.
     """
     sharded, common = save_preprocess(_state(policy, loading=False))
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded)
     _on_first_rank(lambda: _write_common(directory, common), directory)
     try:
-        torch.distributed.checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=FileSystemWriter(directory),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        write_parts(sharded, directory)
     except CheckpointException as error:  # torch tells every rank what became of the others
         raise _told(directory, [wrapped[0] for wrapped in error.failures.values()]) from None
+
+
+def write_parts(sharded: dict[str, Any], directory: Path | str) -> None:
+    """A state's sharded part in megatron's torch_dist format; collective. torch spreads what several ranks hold."""
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded)
+    torch.distributed.checkpoint.save(
+        mcore_to_pyt_state_dict(by_key, is_loading=False),
+        storage_writer=FileSystemWriter(directory),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
 
 
 def _write_common(directory: Path, common: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
 def sharded_states(optimizer: MegatronOptimizer, model: ShardedStateDict, loading: bool) -> dict[int, Any]:
     """Master weights and moments for megatron's dist_checkpointing, cut as the parameters in ``model`` are.
 
-    That can be read under any parallel layout. It is gathered over the data-parallel ranks on the CPU: 12 bytes for
+    That can be read under any parallel layout. It is gathered over the data-parallel ranks to the CPU: 12 bytes for
     every parameter that a rank has a part of. What else an optimizer holds, the recipe says at every update.
     """
     return {

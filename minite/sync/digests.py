@@ -42,13 +42,15 @@ def digest_json(
     }
 
 
-def check_hash(path: Path, told: Mapping[str, Any]) -> None:
-    """UserError for a digest file whose hashes this miniTE does not compute."""
+def read_digests(path: Path) -> dict[str, Any]:
+    """Content of a digest file. UserError for one whose hashes this miniTE does not compute."""
+    told = read_json(path)
     if told.get("hash") != HASH:
         raise UserError(
             f"{path}: its digests are of kind {told.get('hash')!r}, expected {HASH!r}: another version of miniTE wrote "
             "them; convert the checkpoint again"
         )
+    return told
 
 
 def verify_directory(directory: str | Path, progress: Progress | None = None) -> str | None:
@@ -60,8 +62,7 @@ def verify_directory(directory: str | Path, progress: Progress | None = None) ->
     path = Path(directory) / DIGEST_FILE
     if not path.is_file():
         raise UserError(f"{directory}: has no {DIGEST_FILE} to verify against; only minite convert writes one")
-    told = read_json(path)
-    check_hash(path, told)
+    told = read_digests(path)
     tensors, others = told.get("tensors"), told.get("disk_only")
     if told.get("to") not in TARGETS or not isinstance(tensors, dict) or not isinstance(others, dict):
         raise UserError(f"{path}: not what minite convert writes; copy it again")

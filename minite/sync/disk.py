@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from minite.errors import UserError
-from minite.sync.checkpoint import Checkpoint, read_json
-from minite.sync.digests import DIGEST_FILE, check_hash
+from minite.sync.checkpoint import Checkpoint
+from minite.sync.digests import DIGEST_FILE, read_digests
 from minite.sync.source import AMAX_FILE
 from minite.sync.targets import to_sent
 from minite.types import WeightVersion
@@ -46,8 +46,7 @@ def _told(directory: str | Path) -> dict[str, Any]:
             f"{directory}: has no {DIGEST_FILE}, by which the weights are verified; expected a directory that "
             "minite convert wrote"
         )
-    told = read_json(path)
-    check_hash(path, told)
+    told = read_digests(path)
     if {"to", "digest", "plan_digest", "tensors"} - told.keys() or not isinstance(told["tensors"], dict):
         raise UserError(f"{path}: not what minite convert writes; copy it again")
     return told

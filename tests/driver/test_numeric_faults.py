@@ -19,6 +19,7 @@ from minite.errors import UserError
 from tests.driver.in_process import Learners, begin
 from tests.driver.metric_keys import undocumented
 from tests.driver.tiny_run import config
+from tests.learner.tiny_policy import optimizer_bits
 
 NAN, INF = float("nan"), float("inf")
 SETTINGS = (
@@ -178,11 +179,8 @@ def learners():
 
 def bits(run: Run) -> list[torch.Tensor]:
     """Weights, master weights, moments and step counts."""
-    from minite.learner.optimizer import _adam_states
-
     policy = run.learners.policy
-    kept = [t for p, s in _adam_states(policy.optimizer) for t in (p, s["exp_avg"], s["exp_avg_sq"], s["step"])]
-    return [t.detach().clone() for t in (*kept, *policy.model.parameters())]
+    return [*optimizer_bits(policy), *(p.detach().clone() for p in policy.model.parameters())]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

@@ -14,7 +14,7 @@ from minite.config import RunConfig
 from minite.errors import DiskError
 from minite.sync.transport import Bucket
 from minite.types import RolloutBatch, WeightVersion
-from tests.learner.tiny_policy import learner
+from tests.learner.tiny_policy import learner, optimizer_bits
 
 
 @dataclass
@@ -90,8 +90,6 @@ def broken_gradient(
     """Three steps, in the second of which the last rank's gradient begins as NaN: skipped steps, whether each left this
     rank's master weights and moments as they were, and the parameters named."""
     with learner(config, rank, world, port) as worker:
-        from minite.learner.optimizer import _adam_states
-
         policy = worker._policy
         plain, skipped, same = policy.model.token_logprobs, [], []
 
@@ -100,15 +98,11 @@ def broken_gradient(
             logprob_T.register_hook(lambda grad: grad * float("nan"))
             return logprob_T, entropy_T
 
-        def bits() -> list[Tensor]:
-            pairs = _adam_states(policy.optimizer)
-            return [t.detach().clone() for p, s in pairs for t in (p, s["exp_avg"], s["exp_avg_sq"], s["step"])]
-
         for step in range(3):
             policy.model.token_logprobs = broken if step == 1 and rank == world - 1 else plain
-            before = bits()
+            before = optimizer_bits(policy)
             skipped.append(worker.train_step(data, 50)["learner/skipped_steps"])
-            same.append(all(torch.equal(a, b) for a, b in zip(before, bits(), strict=True)))
+            same.append(all(torch.equal(a, b) for a, b in zip(before, optimizer_bits(policy), strict=True)))
         return skipped, same, worker.unsound_gradients()
 
 

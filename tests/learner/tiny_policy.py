@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from minite.config import RunConfig, resolve_plan
 from minite.config.schema import FormatConfig, LearnerConfig, ModelConfig, PrecisionConfig, RuleConfig, WarmStartConfig
+from minite.driver.ports import LOOPBACK, free_port
 from minite.learner.worker import LearnerWorker
 from minite.types import RolloutBatch
 
@@ -72,17 +73,19 @@ def batch(lengths: list[int], seed: int = 0, replay: bool = False) -> RolloutBat
     )
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @contextmanager
 def learner(config: RunConfig, rank: int = 0, world: int = 1, port: int | None = None) -> Iterator[LearnerWorker]:
     """A learner rank for the time of a ``with`` block."""
-    worker = LearnerWorker(config, resolve_plan(config), rank, world, "127.0.0.1", port or free_port())
+    worker = LearnerWorker(config, resolve_plan(config), rank, world, LOOPBACK, port or free_port())
     try:
         yield worker
     finally:
         worker.close()
+
+
+def optimizer_bits(policy: Any) -> list[torch.Tensor]:
+    """Copies of the master weights, moments and step counts."""
+    from minite.learner.optimizer import _adam_states
+
+    pairs = _adam_states(policy.optimizer)
+    return [t.detach().clone() for p, s in pairs for t in (p, s["exp_avg"], s["exp_avg_sq"], s["step"])]

@@ -14,10 +14,10 @@ from megatron.core.extensions.transformer_engine import TEQuantizationParams
 from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from tiny_slime import DENSE, exported, random_weights, recipe, slime_args, wrapped
-from torch.distributed import checkpoint
 
 from minite.config import load_recipe, resolve_plan
 from minite.launch import te
+from minite.learner.checkpoint import write_parts
 from minite.models.hf_config import write_hf_config
 from minite.sync.checkpoint import CheckpointWriter
 from minite.sync.verify import compare
@@ -47,14 +47,7 @@ class InProcess(strategies.TorchDistSaveShardedStrategy):
     """Megatron's torch_dist format without its writer, whose helper processes do not start from within this one."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        checkpoint.save(
-            strategies.mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        write_parts(sharded_state_dict, checkpoint_dir)
 
 
 def check_megatron_saves_and_loads_every_parameter() -> None:
