@@ -47,6 +47,11 @@ def test_hostile_text_is_one_line_and_soon(name):
     assert time.process_time() - started < 20
 
 
+def test_brackets_without_end_are_refused_where_they_are_too_many_and_not_after_all_of_them():
+    with pytest.raises(UserError, match="more than 50 brackets are open"):
+        parse_yaml(HOSTILE["unclosed lists"], "fuzz.yaml")
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.text(alphabet=st.sampled_from(string.printable + "&*!{}[]:-éÿ\u2028"), max_size=80))
 def test_any_text_is_read_or_refused(text):
