@@ -96,12 +96,14 @@ class Scorer:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + patience
+        waiting = select.poll()  # not select.select, which refuses descriptors from 1,024 on
+        waiting.register(process.stdout, select.POLLIN)
         try:
             if question:
                 process.stdin.write(question)
             while b"\n" not in self._unread:
                 left = deadline - time.monotonic()
-                if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                if left <= 0 or not waiting.poll(left * 1e3):
                     self.close()
                     raise BadReward(f"it took longer than {patience:g} s")
                 part = os.read(process.stdout.fileno(), 1 << 16)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import psutil
@@ -66,6 +68,20 @@ def test_a_failure_is_named_and_the_next_response_scored(scorer, response, reaso
         ask(scorer, response, "2")
     assert time.monotonic() - started < 30
     assert ask(scorer, "\n1.5 ", "2") == 3.5 and math.isfinite(ask(scorer, "0", "0"))
+
+
+def test_a_process_with_more_than_1024_open_files_scores(scorer):
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 2048:
+        pytest.skip(f"this machine allows a process {most} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2048), most))
+    scorer.close()
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, most))
+        for _ in range(1100):
+            held.enter_context(open(os.devnull))
+        assert ask(scorer, "1", "2") == 3.0
+        scorer.close()
 
 
 def test_an_answer_that_a_tasks_own_scorer_does_not_outlive_is_wrong_and_counted(tmp_path, monkeypatch):
