@@ -5,6 +5,7 @@ Every method is collective: all ranks call it with the same arguments. Each rank
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -194,8 +195,11 @@ class LearnerWorker:
             self._policy.use_backend(inner)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group and let go of the model; no other method works after it."""
         self._parallel.stop()
+        del self._policy, self._data
+        # Megatron's modules hold the groups in cycles, and a group keeps threads and sockets for as long as it is held.
+        gc.collect()
 
     @property
     def _temperature(self) -> float:

@@ -32,6 +32,22 @@ def test_a_learner_listens_on_loopback_only():
     assert opened and all(address.startswith("127.0.0.1:") for address in opened), opened
 
 
+def test_a_closed_learner_leaves_no_threads_and_files():
+    process = psutil.Process()
+
+    def held():
+        return process.num_threads(), process.num_fds()
+
+    with learner(recipe("qwen3")):
+        pass
+    before = held()
+    for _ in range(3):
+        with learner(recipe("qwen3")) as worker:
+            assert held()[0] > before[0] + 8
+    del worker
+    assert max(held()[0] - before[0], held()[1] - before[1]) <= 2, (before, held())
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_supervised_steps_learn_a_fixed_batch(kind):
     with learner(recipe(kind, "w4a4")) as worker:
