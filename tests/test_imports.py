@@ -18,6 +18,7 @@ _NUMERIC = _BASE | {"formats", "backends"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "ports": set(),
     "config": {"errors", "models"},  # models for shapes: torch-free
     "models": _BASE,
     "formats": _BASE,
@@ -27,8 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "losses": _BASE | {"types"},
     "diagnostics": _BASE | {"types"},
     "learner": _NUMERIC | {"types", "models", "layers", "sync", "losses", "diagnostics"},
-    "sampler": _NUMERIC | {"types", "models", "layers", "sync"},
-    "driver": _NUMERIC | {"types", "models", "sync", "losses", "diagnostics", "learner", "sampler"},
+    "sampler": _NUMERIC | {"types", "models", "layers", "sync", "ports"},
+    "driver": _NUMERIC | {"types", "ports", "models", "sync", "losses", "diagnostics", "learner", "sampler"},
     "launch": _BASE | {"models", "sync", "sampler"},  # sampler.sglang: options and method of slime's engines
 }
 ALLOWED["evaluation"] = ALLOWED["driver"] | {"driver"}

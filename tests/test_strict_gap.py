@@ -11,8 +11,8 @@ from torch import Tensor
 from minite.config import RunConfig, load_recipe, resolve_plan
 from minite.driver.buffer import Group, pack
 from minite.driver.data import Example, Prompt
-from minite.driver.ports import LOOPBACK, free_port
 from minite.learner.worker import LearnerWorker
+from minite.ports import LOOPBACK, free_port
 from minite.sampler import make_engine
 from minite.sampler.engine import Request, SamplingParams, update_weights
 from tests.tolerances import STRICT_GAP

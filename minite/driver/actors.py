@@ -19,9 +19,9 @@ from torch import Tensor
 
 from minite.config import PrecisionPlan, RunConfig
 from minite.driver.cluster import Slot
-from minite.driver.ports import LOOPBACK, free_port
 from minite.errors import ProcessDied, UserError
 from minite.formats import NonFiniteError
+from minite.ports import LOOPBACK, free_port
 from minite.sync.clock import Clock
 from minite.sync.flat import flatten
 from minite.types import RolloutBatch, WeightVersion

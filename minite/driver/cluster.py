@@ -20,8 +20,8 @@ from ray._private import ray_constants
 from minite.backends.device import use_cuda
 from minite.config import RunConfig, env
 from minite.driver import undertaker
-from minite.driver.ports import LOOPBACK
 from minite.errors import ProcessDied, UserError
+from minite.ports import LOOPBACK
 
 STARTS = 3  # of Ray, where the machine is too busy for it
 OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from minite.config import RunConfig, config_to_dict, env
-from minite.driver.ports import LOOPBACK  # what a run does is nobody's business on the network
 from minite.errors import UserError
+from minite.ports import LOOPBACK  # what a run does is nobody's business on the network
 
 MAX_VISITORS, PATIENCE = 16, 10.0  # at a time; for the next byte of a request [s]
 

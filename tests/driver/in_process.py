@@ -13,8 +13,8 @@ from minite.driver.actors import _Learner
 from minite.driver.job import Job
 from minite.driver.loop import Run
 from minite.driver.metrics import MetricsWriter
-from minite.driver.ports import free_port
 from minite.driver.samplers import Share, _Sampler
+from minite.ports import free_port
 from minite.sampler.engine import Completion, Request, update_weights
 from minite.types import WeightVersion
 

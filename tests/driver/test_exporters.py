@@ -26,8 +26,8 @@ from minite.driver.exporters import (
     records,
 )
 from minite.driver.job import Job
-from minite.driver.ports import free_port
 from minite.errors import UserError
+from minite.ports import free_port
 from tests.driver.tiny_run import config
 
 

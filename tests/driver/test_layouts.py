@@ -15,8 +15,8 @@ from minite.driver.actors import LearnerGroup
 from minite.driver.exporters import gauge_name
 from minite.driver.loop import Job, Run
 from minite.driver.metrics import MetricsWriter
-from minite.driver.ports import free_port
 from minite.driver.samplers import SamplerPool
+from minite.ports import free_port
 from tests.driver.tiny_run import STRICT, config, lines
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]

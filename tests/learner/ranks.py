@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from minite.driver.ports import free_port
+from minite.ports import free_port
 
 TIMEOUT_S = 200
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minite.config.schema import FormatConfig
-from minite.driver.ports import free_port
 from minite.errors import UserError
+from minite.ports import free_port
 from minite.sync.verify import compare
 from tests.learner import scenarios
 from tests.learner.ranks import Ranks

@@ -11,8 +11,8 @@ import torch
 
 from minite.config import RunConfig, resolve_plan
 from minite.config.schema import FormatConfig, LearnerConfig, ModelConfig, PrecisionConfig, RuleConfig, WarmStartConfig
-from minite.driver.ports import LOOPBACK, free_port
 from minite.learner.worker import LearnerWorker
+from minite.ports import LOOPBACK, free_port
 from minite.types import RolloutBatch
 
 VOCAB = 48

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from real_sglang import NEEDS_SGLANG, sglang_engine
 from tiny_engine import DENSE, QUANTIZED, engine, load, requests, shipment
 
-from minite.driver.ports import free_port
+from minite.ports import free_port
 from minite.sync.errors import SyncError
 from minite.sync.flat import DATA, INDEX, flatten
 

@@ -25,9 +25,9 @@ from minite.driver.data import Example, Prompt
 from minite.driver.gap.layers import watch_learner, watch_sampler
 from minite.driver.gap.local import Pair, start_learner
 from minite.driver.gap.subject import Subject
-from minite.driver.ports import free_port
 from minite.errors import UserError
 from minite.learner.worker import LearnerWorker
+from minite.ports import free_port
 from minite.sampler.engine import Request, SamplingParams
 from minite.sampler.sglang.names import expected_modules
 from minite.sync.errors import SyncError

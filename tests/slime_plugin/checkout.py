@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minite.config.env import megatron_dir, slime_dir
-from minite.driver.ports import LOOPBACK, free_port
+from minite.ports import LOOPBACK, free_port
 
 # What slime imports and miniTE does not install.
 _NEEDED = ("httpx", "omegaconf", "six", "transformers", "wandb")

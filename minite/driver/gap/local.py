@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minite.config import PrecisionPlan, RunConfig
-from minite.driver.ports import LOOPBACK, free_port
 from minite.learner.worker import LearnerWorker
+from minite.ports import LOOPBACK, free_port
 from minite.sampler import make_engine
 from minite.sampler.engine import Engine, update_weights
 from minite.sync.transport import Bucket

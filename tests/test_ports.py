@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minite.driver import ports
+from minite import ports
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
