@@ -32,7 +32,7 @@ from synthetic_checkpoint import make as make_checkpoint
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from minite.driver.ports import free_port
+from minite.ports import free_port
 
 HERE = Path(__file__).parent
 LETTERS = string.digits + string.ascii_letters + "+-"  # 64 tokens, the vocabulary of slime_job.yaml
