@@ -47,3 +47,10 @@ OPERANDS: dict[str, OperandFormat] = {
 # it quantized to NVFP4 along what is summed over (layers/nvfp4_gradients.py).
 GRADIENT_CHOICES = ("bf16", "dequantized", "nvfp4")
 NVFP4_SUM = 16  # what dgrad sums over, N, is a multiple of this
+# The same for FP4 tensor cores (backends/cutlass/checks.py): what a product sums over, and the width of its result.
+NATIVE_SUM, NATIVE_ROW = 32, 8
+
+
+def is_nvfp4(operand: str) -> bool:
+    """Whether an operand of the table is held in NVFP4."""
+    return OPERANDS[operand].module == _NVFP4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from minite.config.build import nearest
-from minite.config.operands import NVFP4_SUM, OPERANDS
+from minite.config.operands import NATIVE_ROW, NATIVE_SUM, NVFP4_SUM, OPERANDS, is_nvfp4
 from minite.config.plan import PlanEntry, PrecisionPlan
 from minite.config.rules import numberless
 from minite.config.schema import RunConfig
@@ -85,6 +85,40 @@ def check_shapes(config: RunConfig, plan: PrecisionPlan, family: ModelFamily) ->
                 raise UserError(
                     f"{entry.rule}: module '{entry.name}' has {axis} = {size}{split}, but operand '{operand}' "
                     f"needs a multiple of {multiple} on each rank; use another format for it"
+                )
+
+
+def check_backend_shapes(config: RunConfig, plan: PrecisionPlan, family: ModelFamily, backend: str) -> None:
+    """What ``backend`` needs beyond its formats: the FP4 tensor cores of "native" read rows of whole 16 bytes.
+
+    Each weight that the learner holds, a fusion group as one, in every tensor-parallel shard. For ``auto`` to be asked
+    again with the backend that the machine got, before anything starts.
+    """
+    if backend != "native":
+        return
+    tp = config.learner.tensor_parallel
+    checked: set[tuple[object, ...]] = set()
+    for entry in plan.entries:
+        members = (entry,) if entry.group is None else plan.group_members(entry.group)
+        n, axis = sum(member.n for member in members), family.split_axis(entry.name)
+        shards = {"N": tp if axis == "N" else 1, "K": tp if axis == "K" else 1}
+        key = (n, entry.k, entry.weight, entry.dgrad, entry.wgrad, axis)
+        if key in checked:
+            continue
+        checked.add(key)
+        for letter, size, needed, operand, multiple in (
+            ("K", entry.k, is_nvfp4(entry.weight), entry.weight, NATIVE_SUM),
+            ("N", n, is_nvfp4(entry.weight), entry.weight, NATIVE_ROW),
+            ("N", n, entry.dgrad == "nvfp4", "dgrad: nvfp4", NATIVE_SUM),
+            ("K", entry.k, entry.dgrad == "nvfp4", "dgrad: nvfp4", NATIVE_ROW),
+            ("K", entry.k, entry.wgrad == "nvfp4", "wgrad: nvfp4", NATIVE_ROW),
+        ):
+            if needed and size % (multiple * shards[letter]):
+                what = f"module '{entry.name}'" if entry.group is None else f"fusion group '{entry.group}'"
+                split = f" over {shards[letter]} tensor-parallel ranks" if shards[letter] > 1 else ""
+                raise UserError(
+                    f"{entry.rule}: {what} has {letter} = {size}{split}, but '{operand}' in the backend native needs a "
+                    f"multiple of {multiple} on each rank; use precision.backend=triton, or another format for it"
                 )
 
 

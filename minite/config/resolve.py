@@ -5,6 +5,7 @@ from __future__ import annotations
 from minite.config.plan import PlanEntry, PrecisionPlan, make_plan
 from minite.config.plan_checks import (
     check_alignment,
+    check_backend_shapes,
     check_formats,
     check_fused,
     check_groups,
@@ -20,8 +21,8 @@ def resolve_plan(run_config: RunConfig) -> PrecisionPlan:
     """Decide every linear of the model. Needs no weights and no torch.
 
     Raises UserError for a rule that decides nothing, a module that no rule covers, an unknown format or operand, a
-    shape that a format cannot take, a fusion group of mixed formats, a quantized router or lm_head, and choices that
-    contradict ``precision.alignment``.
+    shape that a format or the backend cannot take, a fusion group of mixed formats, a quantized router or lm_head, and
+    choices that contradict ``precision.alignment``.
     """
     precision, model = run_config.precision, run_config.model
     family = get_model(model.kind)
@@ -63,6 +64,7 @@ def resolve_plan(run_config: RunConfig) -> PrecisionPlan:
     )
     check_high_precision(plan, family)
     check_shapes(run_config, plan, family)
+    check_backend_shapes(run_config, plan, family, plan.backend)
     check_groups(plan, family)
     check_alignment(run_config, plan)
     return plan

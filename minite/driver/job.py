@@ -7,6 +7,7 @@ from pathlib import Path
 from minite.backends.device import use_cuda
 from minite.backends.registry import get_backend
 from minite.config import PrecisionPlan, RunConfig
+from minite.config.plan_checks import check_backend_shapes
 from minite.config.plan_switch import with_bf16_inputs
 from minite.driver.cluster import find_slot
 from minite.driver.data import load_task
@@ -16,6 +17,7 @@ from minite.driver.recovery import Recovery
 from minite.driver.reward import Scorer
 from minite.driver.tokenizer import make_tokenizer
 from minite.errors import UserError
+from minite.models import get_model
 from minite.sampler import check_engine
 
 
@@ -46,11 +48,15 @@ class Job:
 
 
 def _one_backend(config: RunConfig, plan: PrecisionPlan) -> str:
-    """What learner and sampler compute with, in words. UserError for two backends where their numbers must agree."""
+    """What learner and sampler compute with, in words.
+
+    UserError for a shape that a backend cannot take, and for two backends where their numbers must agree.
+    """
     words = []
     for role, device in (("learner", config.learner.device), ("sampler", config.sampler.device)):
         where = "cuda" if use_cuda(device) else "cpu"
         backend = get_backend(plan.backend, device=where, strict=plan.alignment == "strict")
+        check_backend_shapes(config, plan, get_model(config.model.kind), backend.name)
         words.append(f"{backend.name} ({backend.kind}) on {where}")
         if words[0] != words[-1] and plan.alignment != "off":
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,4 +123,12 @@ def test_learner_and_sampler_must_compute_alike(tmp_path, monkeypatch):
     assert job.Job(run_config, resolve_plan(run_config), tmp_path).backend.startswith("reference")
     monkeypatch.setattr(job, "use_cuda", lambda choice: choice != "cpu")
     with pytest.raises(UserError, match="alignment is aligned, but the learner .* on cpu and the sampler .* on cuda"):
+        job.Job(run_config, resolve_plan(run_config), tmp_path)
+
+
+def test_shapes_that_the_machines_backend_cannot_take_are_said_before_anything_starts(tmp_path, monkeypatch):
+    """backend: auto took native, as on a B200; the recipe alone could not know."""
+    run_config = config(tmp_path, "model.hidden_size=48")
+    monkeypatch.setattr(job, "get_backend", lambda *a, **k: SimpleNamespace(name="native", kind="native"))
+    with pytest.raises(UserError, match="has K = 48, but 'nvfp4_1d' in the backend native needs a multiple of 32"):
         job.Job(run_config, resolve_plan(run_config), tmp_path)

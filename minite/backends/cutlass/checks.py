@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minite.config.operands import NATIVE_ROW, NATIVE_SUM
 from minite.errors import UserError
 from minite.formats import layout
 
@@ -18,10 +19,14 @@ OTHER_BACKEND = "or use precision.backend=triton"
 
 def check_sizes(what: str, m: int, n: int, k: int) -> None:
     """K % 32: rows of 4-bit codes start at 16 bytes. N % 8: rows of BF16 results do. Offsets of scales are int32."""
-    if k % 32:
-        raise UserError(f"{what}: K is {k}; expected a multiple of 32; pad the columns with zeros, {OTHER_BACKEND}")
-    if n % 8:
-        raise UserError(f"{what}: N is {n}; expected a multiple of 8; pad the weight with zero rows, {OTHER_BACKEND}")
+    if k % NATIVE_SUM:
+        raise UserError(
+            f"{what}: K is {k}; expected a multiple of {NATIVE_SUM}; pad the columns with zeros, {OTHER_BACKEND}"
+        )
+    if n % NATIVE_ROW:
+        raise UserError(
+            f"{what}: N is {n}; expected a multiple of {NATIVE_ROW}; pad the weight with zero rows, {OTHER_BACKEND}"
+        )
     for letter, rows in (("M", m), ("N", n)):
         height, width = layout.padded_shape(rows, k // 16)
         if height >= _INT32 or height * width >= _INT32:
