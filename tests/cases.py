@@ -22,6 +22,16 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
     return torch.randn(*shape, generator=seeded(seed)).to(dtype)
 
 
+def exact_norm(x: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+    """BF16 RMS norm of BF16 [.., K] on a CPU as fused kernels promise it: exact squares, float32 steps, one rounding.
+
+    The root is taken in float64 and rounded: torch's float32 root is one unit off for a fifth of all numbers on some
+    CPUs, a GPU's is not.
+    """
+    mean = x.double().square().sum(-1, keepdim=True).float() / x.shape[-1]
+    return (x.float() * (1 / (mean + eps).double().sqrt().float()) * weight_K.float()).bfloat16()
+
+
 def outlier_channels(m: int, k: int, dtype: torch.dtype) -> Tensor:
     """A few columns a hundred times larger, as activations have them."""
     x = torch.randn(m, k, generator=seeded(1))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cases import EDGE_INPUTS, normal  # noqa: E402
+from cases import EDGE_INPUTS, exact_norm, normal  # noqa: E402
 
 from minite.backends.triton import attention, fused, heads, moe, packed, quantize, rounding, tiles  # noqa: E402
 from minite.backends.triton.grouped import tile_table  # noqa: E402
@@ -48,12 +48,6 @@ def portable_rounded(x):
 def portable_exp(x):
     """libdevice.exp, which the interpreter has not."""
     return tl.exp(x)
-
-
-def exact_norm(x, w, eps):
-    """BF16, the definition: squares summed in float64, every other step rounded to float32."""
-    mean = x.double().square().sum(-1, keepdim=True).float() / x.shape[-1]
-    return (x.float() * (1 / (mean + eps).sqrt()) * w.float()).bfloat16()
 
 
 def norms_differ():

@@ -12,7 +12,7 @@ import torch
 from minite.backends.cutlass.build import ARCHITECTURES, Architecture, library_file
 from minite.errors import UserError
 
-ABI = 3
+ABI = 4
 _STATUS = {
     -1: "the library has no such kernel",
     -2: "the workspace is smaller than the kernel asks for",
@@ -49,6 +49,19 @@ class QuantizeCall(ctypes.Structure):
         ("stream", c_void_p),
         *((name, c_int64) for name in ("rows", "rows_per_amax")),
         *((name, c_int32) for name in ("k", "block_rows", "swiglu")),
+    ]
+
+
+class NormCall(ctypes.Structure):
+    """struct MiniteNorm of abi.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "addend", "weight", "total", "plain", "amax_out", "codes")),
+        ("scales", ScalesCall),
+        ("stream", c_void_p),
+        ("rows", c_int64),
+        ("k", c_int32),
+        ("eps", c_float),
     ]
 
 
@@ -98,6 +111,9 @@ class Library:
 
     def quantize(self, call: QuantizeCall) -> None:
         self._check(self._dll.minite_quantize(ctypes.byref(call)))
+
+    def norm_quantize(self, call: NormCall) -> None:
+        self._check(self._dll.minite_norm_quantize(ctypes.byref(call)))
 
     def permute(self, call: PermuteCall) -> None:
         self._check(self._dll.minite_permute(ctypes.byref(call)))

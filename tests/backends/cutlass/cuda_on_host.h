@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <thread>
@@ -27,7 +28,7 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 struct Warp {
   std::barrier<> meet{32};
-  uint32_t value[32];
+  uint64_t value[32];
 };
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 inline thread_local Warp* warp;
@@ -40,18 +41,22 @@ T __ldg(const T* p) {
 }
 
 template <class Read>
-uint32_t exchange(uint32_t mine, Read read) {
+uint64_t exchange(uint64_t mine, Read read) {
   warp->value[threadIdx.x % 32] = mine;
   warp->meet.arrive_and_wait();
-  const uint32_t result = read(warp->value);
+  const uint64_t result = read(warp->value);
   warp->meet.arrive_and_wait();
   return result;
 }
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t mine) {
-  return exchange(mine, [](const uint32_t* all) { return *std::max_element(all, all + 32); });
+  return uint32_t(exchange(mine, [](const uint64_t* all) { return *std::max_element(all, all + 32); }));
 }
-inline uint32_t __shfl_xor_sync(uint32_t, uint32_t mine, int step) {
-  return exchange(mine, [=](const uint32_t* all) { return all[(threadIdx.x % 32) ^ step]; });
+inline uint64_t other_lane(uint64_t mine, int step) {
+  return exchange(mine, [=](const uint64_t* all) { return all[(threadIdx.x % 32) ^ step]; });
+}
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t mine, int step) { return uint32_t(other_lane(mine, step)); }
+inline double __shfl_xor_sync(uint32_t, double mine, int step) {
+  return std::bit_cast<double>(other_lane(std::bit_cast<uint64_t>(mine), step));
 }
 inline void atomicMax(uint32_t* at, uint32_t value) {
   std::atomic_ref<uint32_t> target(*at);

@@ -1,7 +1,7 @@
-// The kernels of csrc/quantize_kernels.cuh as functions that run on the host; see test_kernels_on_host.py.
+// The kernels of csrc/quantize_kernels.cuh and csrc/norm_kernels.cuh as functions that run on the host; see test_kernels_on_host.py.
 #include "cuda_on_host.h"
 // what follows sees the above as CUDA
-#include "quantize_kernels.cuh"
+#include "norm_kernels.cuh"
 
 using namespace minite;
 
@@ -22,6 +22,18 @@ void quantize(const MiniteQuantize* q, int held) {
     launch(quantize_rows<4>, rows, threads, *q);
   else
     launch(quantize_rows<0>, rows, threads, *q);
+}
+
+// held: blocks a lane keeps, as minite_norm_quantize chooses it
+void norm(const MiniteNorm* n, int held) {
+  const Index rows{blocks(n->rows, kWarps), 1};
+  const unsigned threads = kWarp * kWarps;
+  if (held == 2)
+    launch(norm_quantize_rows<2>, rows, threads, *n);
+  else if (held == 4)
+    launch(norm_quantize_rows<4>, rows, threads, *n);
+  else
+    launch(norm_quantize_rows<0>, rows, threads, *n);
 }
 
 void permute(const MinitePermute* p) {

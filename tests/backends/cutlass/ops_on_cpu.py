@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from cases import exact_norm
 from torch import Tensor
 
 from minite.backends.cutlass import ops
@@ -22,6 +23,13 @@ def quantize(x, amax, offsets, tiled, block_rows, swiglu):
     scales = swizzle(scales, offsets) if tiled else scales
     measured = x.float().abs().amax(1) if amax is None else x.new_empty(0, dtype=torch.float32)  # NaN shows
     return q.codes.view(rows, k // 2), scales, measured
+
+
+def norm_quantize(x, addend, weight, eps, plain, tiled):
+    t = x if addend is None else x + addend
+    y = exact_norm(t, weight, eps)
+    unwanted = x.new_empty(0)
+    return (unwanted if addend is None else t, y if plain else unwanted, *quantize(y, None, None, tiled, 1, False))
 
 
 def permute(codes, scales, amax, source_row, offsets):
@@ -90,3 +98,10 @@ def wgrad(a, a_tiles, row_amax, b, b_tiles, weight_amax, starts, alpha, out_dtyp
             values.append(block_scaled(q, torch.float32))
         results.append((values[0] @ values[1].T).mul_(alpha).mul_((weight_amax[e] * row_amax)[:, None]).to(out_dtype))
     return torch.stack(results)
+
+
+def twin_wgrad(a, a_tiles, row_amax, b, b_tiles, weight_amax, starts, alpha, out_dtype):
+    """wgrad on sm_90: BF16 codes x block scales."""
+    edges = starts.tolist()
+    acc = [a[:, p:q].float() @ b[:, p:q].float().T for p, q in zip(edges, edges[1:], strict=False)]
+    return torch.stack(acc).mul_(alpha).mul_(weight_amax[:, None, None] * row_amax[:, None]).to(out_dtype)

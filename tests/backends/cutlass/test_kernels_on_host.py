@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import ops_on_cpu
 import pytest
 import torch
 from cases import normal, seeded
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from minite.backends.cutlass import ops, wgrad
 from minite.backends.cutlass.build import CSRC
-from minite.backends.cutlass.library import CombineCall, PermuteCall, QuantizeCall
+from minite.backends.cutlass.library import CombineCall, NormCall, PermuteCall, QuantizeCall
 from minite.formats import layout, nvfp4
 from minite.layers.moe import moe_combine, moe_permute
 
@@ -139,6 +140,75 @@ def test_one_matrix_in_tiles(host):
     tiles = quantize(host, x_MK, 1, tiled=True)[1]
     expected = nvfp4.quantize(x_MK, (1, 16), "row").block_scale.view(torch.uint8)
     assert_same_bytes(layout.unswizzle(tiles, 131, 5), expected)
+
+
+def norm_quantize(
+    host: ctypes.CDLL, x: Tensor, addend: Tensor | None, weight: Tensor, held: int, *, plain: bool, tiled: bool = False
+) -> tuple[Tensor, ...]:
+    """As norm.norm_quantize with eps 1e-6, over poisoned outputs; what is not asked for stays poisoned."""
+    rows, k = x.shape
+    total, normed = (torch.full_like(x, torch.nan) for _ in range(2))
+    codes, amax = torch.full((rows, k // 2), 0xA5, dtype=torch.uint8), torch.full((rows,), torch.nan)
+    size = (ops.tile_bytes(rows, k // 16, None),) if tiled else (rows, k // 16)
+    scales = torch.full(size, 0x7F, dtype=torch.uint8)
+    call = NormCall(
+        x=x.data_ptr(), addend=ops._address(addend), weight=weight.data_ptr(), total=total.data_ptr(),
+        plain=normed.data_ptr() if plain else None, amax_out=amax.data_ptr(), codes=codes.data_ptr(),
+        scales=ops._scales(scales, tiled, None), rows=rows, k=k, eps=1e-6,
+    )  # fmt: skip
+    host.norm(ctypes.byref(call), held)
+    return total, normed, codes, scales, amax
+
+
+def scaled_rows(rows: int, k: int, seed: int) -> Tensor:
+    """Rows of different sizes; within a row float32 sums of squares depend on their order."""
+    size = torch.exp2(torch.randint(-6, 7, (rows, 1), generator=seeded(seed))).bfloat16()
+    return normal(rows, k, seed=seed) * size
+
+
+# held: as minite_norm_quantize chooses it for this K
+@pytest.mark.parametrize(("k", "held"), [(16, 2), (528, 2), (1024, 2), (1040, 4), (2048, 4), (2064, 0), (4128, 0)])
+@pytest.mark.parametrize("summed", [False, True])
+def test_norm_then_codes_of_rows_of_every_length(host, summed, k, held):
+    x, weight = scaled_rows(9, k, 103), normal(k, seed=105)
+    addend = scaled_rows(9, k, 104) if summed else None
+    expected = ops_on_cpu.norm_quantize(x, addend, weight, 1e-6, True, False)
+    for plain in (True, False):
+        total, normed, codes, scales, amax = norm_quantize(host, x, addend, weight, held, plain=plain)
+        assert_same_bytes(amax, expected[4], "amax")
+        assert_same_bytes(scales, expected[3], "scales")
+        assert_same_bytes(codes, expected[2], "codes")
+        written = ((total, summed, expected[0], "sum"), (normed, plain, expected[1], "norm"))
+        for got, wanted, value, name in written:
+            if wanted:
+                assert_same_bytes(got.view(torch.int16), value.view(torch.int16), name)
+            else:
+                assert bool(got.isnan().all()), f"{name} is written unasked"
+
+
+@pytest.mark.parametrize(("k", "held"), [(48, 2), (2064, 0)])
+def test_norm_of_rows_at_the_ends_of_the_range(host, k, held):
+    """Zeros, squares that leave float32, subnormals, one column alone; NaN and infinity show in their own row only."""
+    x, weight = normal(8, k, seed=106), normal(k, seed=107)
+    x[0], x[1], x[2], x[3, 1:] = 0, x[1] * 2.0**100, x[2] * 2.0**-130, 0
+    weight[: k // 2] *= 2.0**90
+    x[4, 7], x[5, 20] = torch.nan, torch.inf
+    expected = ops_on_cpu.norm_quantize(x, None, weight, 1e-6, True, False)
+    got = norm_quantize(host, x, None, weight, held, plain=True)
+    assert got[4].isfinite().tolist() == [True] * 4 + [False] * 2 + [True] * 2
+    finite = [0, 1, 2, 3, 6, 7]
+    for mine, value, name in zip(got[1:], expected[1:], ("norm", "codes", "scales", "amax"), strict=True):
+        assert_same_bytes(mine[finite].view(torch.uint8), value[finite].view(torch.uint8), name)
+
+
+@pytest.mark.parametrize("k", [64, 80])
+def test_scales_behind_a_norm_go_to_tiles(host, k):
+    x, weight = scaled_rows(131, k, 108), normal(k, seed=109)
+    linear = ops_on_cpu.norm_quantize(x, None, weight, 1e-6, False, False)[3]
+    tiles = norm_quantize(host, x, None, weight, 2, plain=False, tiled=True)[3]
+    whole = layout.unswizzle(tiles, 131, layout.padded_shape(1, k // 16)[1])
+    assert_same_bytes(whole[:, : k // 16].contiguous(), linear)
+    assert int(whole[:, k // 16 :].sum()) == 0, "columns that pad are zero"
 
 
 @pytest.mark.parametrize("k", [48, 96, 544])

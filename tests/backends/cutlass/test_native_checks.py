@@ -10,7 +10,7 @@ import torch
 from cases import normal, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minite.backends.cutlass import expert_rows, library, ops, selftest
+from minite.backends.cutlass import expert_rows, library, norm, ops, selftest
 from minite.backends.cutlass.backend import NativeBackend
 from minite.backends.cutlass.checks import check_padding, check_sizes, check_tensor
 from minite.backends.cutlass.weights import NativeWeight
@@ -143,6 +143,29 @@ def test_quantizer_refuses(shape, amax, block_rows, message):
     with FakeTensorMode(), pytest.raises(UserError, match=message):
         given = None if amax is None else fake(amax, dtype=torch.float32)
         ops.quantize(fake(*shape, dtype=torch.bfloat16), given, None, False, block_rows, False)
+
+
+def test_shapes_of_a_norm_and_its_codes():
+    with FakeTensorMode():
+        x, weight = fake(300, 96, dtype=torch.bfloat16), fake(96, dtype=torch.bfloat16)
+        shapes = [t.shape for t in norm.norm_quantize(x, x, weight, 1e-6, True, False)]
+        assert shapes == [(300, 96), (300, 96), (300, 48), (300, 6), (300,)]
+        total, normed, _, tiles, _ = norm.norm_quantize(x, None, weight, 1e-6, False, True)
+        assert (total.shape, normed.shape, tiles.shape) == ((0,), (0,), (ops.tile_bytes(300, 6, None),))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((4, 40), r"nvfp4_norm_quantize: x is \[4, 40\]; expected \[R, K\] with K a multiple of 16; .*pad the columns"),
+        ((4, 4, 32), r"x is \[4, 4, 32\]; expected \[R, K\]"),
+        ((4, 0), r"x is \[4, 0\]"),
+    ],
+)
+def test_norm_refuses(shape, message):
+    with FakeTensorMode(), pytest.raises(UserError, match=message):
+        x = fake(*shape, dtype=torch.bfloat16)
+        norm.norm_quantize(x, None, x, 1e-6, False, False)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_the_twin_multiplies_bf16_and_sums_in_float32(unit):
 @pytest.mark.parametrize("architecture", build.ARCHITECTURES)
 def test_quantizers_keep_rows_in_registers_and_convert_in_hardware_where_there_is_some(architecture):
     found = compiled("quantize.cu", architecture)
-    assert len(found) == 10, list(found)
+    assert len(found) == 13, list(found)
     for name, code in found.items():
         assert spills(code) == [], name
         if "quantize" in name:
@@ -94,6 +94,8 @@ def test_quantizers_keep_rows_in_registers_and_convert_in_hardware_where_there_i
             assert any("E2M1" in i for i in code) == (architecture in NATIVE), name
         if "quantize_rows" in name:
             assert any(re.match(r"LDG\.E\.128", i) for i in code), f"{name}: narrow loads"
+        if "norm" in name:
+            assert any(i.startswith("DFMA") for i in code), f"{name}: squares are not summed in float64"
 
 
 @pytest.mark.nvcc_gemm

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define MINITE_ABI 3
+#define MINITE_ABI 4
 #define MINITE_API extern "C" __attribute__((visibility("default")))
 
 // Return codes: 0, a CUDA error (> 0), or one of these.
@@ -62,6 +62,23 @@ struct MiniteQuantize {
   int32_t swiglu;      // 1: x is [rows, 2k], gate first; what is quantized is BF16(silu(gate) * up)
 };
 
+// RMS norm, then row-scaled quantization of the norm as it was rounded to BF16: y = weight * t / sqrt(mean(t^2) + eps),
+// t = x, or BF16(x + addend). Squares are summed in float64; the rest is float32 in the order of the backend triton.
+struct MiniteNorm {
+  const void* x;       // BF16 [rows, k]; 16-byte aligned, as all of this struct
+  const void* addend;  // null: none
+  const void* weight;  // BF16 [k]
+  void* total;         // BF16 [rows, k]: t; written where there is an addend
+  void* plain;         // BF16 [rows, k]: y; null: not wanted
+  float* amax_out;     // [rows]
+  uint8_t* codes;      // [rows, k / 2]
+  MiniteScales scales;
+  void* stream;
+  int64_t rows;
+  int32_t k;
+  float eps;
+};
+
 // Rows that were quantized once, copied to every expert that takes them: row r is row source_row[r].
 struct MinitePermute {
   const uint8_t* codes_in;    // [tokens, k / 2]
@@ -95,6 +112,7 @@ MINITE_API int64_t minite_grouped_workspace(const MiniteGemm*);
 MINITE_API int minite_dense_gemm(const MiniteGemm*);
 MINITE_API int minite_grouped_gemm(const MiniteGemm*);
 MINITE_API int minite_quantize(const MiniteQuantize*);
+MINITE_API int minite_norm_quantize(const MiniteNorm*);
 MINITE_API int minite_permute(const MinitePermute*);
 MINITE_API int minite_combine(const MiniteCombine*);
 MINITE_API int minite_swizzle(const uint8_t* linear, int64_t rows, int32_t columns, const MiniteScales*, void* stream);

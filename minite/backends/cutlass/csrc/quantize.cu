@@ -1,7 +1,8 @@
-// Quantizers, what moves block scales, rows to experts and back: the C functions over quantize_kernels.cuh.
+// Quantizers, with an RMS norm before them or without, what moves block scales, rows to experts and back: the C functions
+// over quantize_kernels.cuh and norm_kernels.cuh.
 #include <cuda_runtime.h>
 
-#include "quantize_kernels.cuh"
+#include "norm_kernels.cuh"
 
 namespace minite {
 unsigned blocks_for(int64_t items, int64_t per_block) { return unsigned((items + per_block - 1) / per_block); }
@@ -28,6 +29,22 @@ int minite_quantize(const MiniteQuantize* q) {
     quantize_rows<4><<<rows, kWarp * kWarps, 0, stream>>>(*q);
   else
     quantize_rows<0><<<rows, kWarp * kWarps, 0, stream>>>(*q);
+  return int(cudaPeekAtLastError());
+}
+
+int minite_norm_quantize(const MiniteNorm* n) {
+  using namespace minite;
+  if (n->k % kBlock != 0) return kMiniteNoSuchShape;
+  if (n->rows == 0) return 0;
+  auto stream = static_cast<cudaStream_t>(n->stream);
+  const int columns = n->k / kBlock;
+  const unsigned rows = blocks_for(n->rows, kWarps);
+  if (columns <= 2 * kWarp)
+    norm_quantize_rows<2><<<rows, kWarp * kWarps, 0, stream>>>(*n);
+  else if (columns <= 4 * kWarp)
+    norm_quantize_rows<4><<<rows, kWarp * kWarps, 0, stream>>>(*n);
+  else
+    norm_quantize_rows<0><<<rows, kWarp * kWarps, 0, stream>>>(*n);
   return int(cudaPeekAtLastError());
 }
 
