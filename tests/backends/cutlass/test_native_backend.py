@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import ops_on_cpu
 import pytest
 import torch
 from cases import normal, seeded
 
-from minite.backends.cutlass import expert_rows, ops, selftest, wgrad
+from minite.backends.cutlass import ops, wgrad
 from minite.backends.cutlass.backend import NativeBackend
 from minite.backends.cutlass.weights import NativeWeight
 from minite.backends.doctor import check_backend
@@ -124,33 +123,3 @@ def test_fused_experts_equal_the_steps():
     script = Path(__file__).with_name("fused_interpreted.py")
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("architecture", [90, 100])
-def test_the_self_test_passes_what_is_right_and_names_what_is_wrong(monkeypatch, backend, architecture):
-    """Its cases over operators on a CPU, with small shapes and made-up times."""
-    if architecture < 100:
-        monkeypatch.setattr(ops, "gemm", ops_on_cpu.twin)
-    for name in ("permute", "combine"):
-        monkeypatch.setattr(expert_rows, name, getattr(ops_on_cpu, name))
-    for name, value in {
-        "_DEVICE": "cpu",
-        "_QUANTIZE": ((1, 16), (300, 80)),
-        "_GEMM_MNK": ((1, 16, 64),),
-        "_ROWS": ((3, 0, 40, 1, 0),),
-        "_GROUPED_NK": ((136, 96),),
-        "_LAYER": (64, 64),
-        "_TOKENS": (13, 4, 3),
-        "_refusal": lambda: None,
-        "_library": lambda: SimpleNamespace(architecture=architecture),
-        "medians": lambda runs, repeats: {"it": 1.0},
-        "copy_bandwidth": lambda: 4.0,
-    }.items():
-        monkeypatch.setattr(selftest, name, value)
-    text, healthy = selftest.self_test()
-    assert healthy and text.count("  ok") == 9 and "FAILED" not in text
-    assert ("FP4 tensor cores: not run" in text) == (architecture < 100)
-    right = ops.gemm
-    monkeypatch.setattr(ops, "gemm", lambda *operands: right(*operands) * 1.02)
-    text, healthy = selftest.self_test()
-    assert not healthy and text.count("above the bound") == 2
