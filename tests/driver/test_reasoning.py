@@ -28,6 +28,15 @@ def examples() -> list[Example]:
     return TASKS["reasoning_gym"](DATA)
 
 
+@pytest.mark.parametrize(
+    "answer", ["__import__('os').system('id')", "open('x')", "x.__class__", "lambda: 0", "a[0]", "exec", "1;2", "f'{x}'"]
+)
+def test_what_is_more_than_a_formula_reaches_no_parser(answer: str) -> None:
+    """sympy's parse_expr is Python's eval with more names."""
+    assert not reasoning._FORMULA.fullmatch(answer)
+    assert reasoning._FORMULA.fullmatch("2*x**3 - sin(x)/(4 + .5)")
+
+
 def test_every_answer_of_a_task_has_full_marks_and_others_what_its_scorer_says(examples: list[Example]) -> None:
     names = [e.entry["metadata"]["source_dataset"] for e in examples if e.entry]
     assert names.count("chain_sum") > 20 and names.count("gcd") > 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -33,22 +34,28 @@ def ranks():
     pool.close()
 
 
-def _both(ranks, name, tmp_path, alignment, dtype):
-    """Outcomes of one process and of two, from the same random start."""
-    kind, parallel = LAYOUTS[name]
-    config = recipe(kind, "w4a4", alignment, dtype=dtype)
-    data = batch(LENGTHS, replay=kind == "qwen3_moe")
-    single = scenarios.train(0, 1, free_port(), config, data, None)
-    return single, ranks.run(scenarios.train, layout(config, **parallel), data, None)
+@pytest.fixture(scope="module")
+def both(ranks):
+    """Outcomes of one process and of two, from the same random start. Each pair is trained once."""
+
+    @functools.cache
+    def outcomes(name, alignment, dtype):
+        kind, parallel = LAYOUTS[name]
+        config = recipe(kind, "w4a4", alignment, dtype=dtype)
+        data = batch(LENGTHS, replay=kind == "qwen3_moe")
+        single = scenarios.train(0, 1, free_port(), config, data, None)
+        return single, ranks.run(scenarios.train, layout(config, **parallel), data, None)
+
+    return outcomes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_processes_compute_what_one_does(ranks, name, tmp_path):
+def test_two_processes_compute_what_one_does(both, name):
     """Strict and FP32 storage: forward passes agree to FP64 sums (measured 9e-16), gradients to FP32 sums over ranks.
 
     Three steps of Adam spread that to 2e-7 in metrics and log-probs, as measured.
     """
-    single, parts = _both(ranks, name, tmp_path, "strict", "fp32")
+    single, parts = both(name, "strict", "fp32")
     for part in parts:
         torch.testing.assert_close(part.logprob_T, single.logprob_T, rtol=0, atol=1e-12)
         torch.testing.assert_close(part.entropy_T, single.entropy_T, rtol=0, atol=1e-6)
@@ -60,10 +67,10 @@ def test_two_processes_compute_what_one_does(ranks, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_processes_agree_in_bf16(ranks, name, tmp_path):
+def test_two_processes_agree_in_bf16(both, name):
     """The format of real runs: BF16 storage, FP32 sums. A sum in another order may flip a BF16 rounding (measured 1e-4
     in log-probs); tensor parallel also rounds each rank's input gradient before their sum (1e-3 of the norm)."""
-    single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
+    single, parts = both(name, "aligned", "bf16")
     for part in parts:
         gap = (part.logprob_T - single.logprob_T).abs()
         assert gap.mean() < 1e-3 and gap.max() < 0.02
@@ -71,16 +78,16 @@ def test_two_processes_agree_in_bf16(ranks, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dense-tp2", "moe-tp2"])
-def test_two_processes_round_as_one_does(ranks, name, tmp_path):
+def test_two_processes_round_as_one_does(both, name):
     """Strict and BF16 storage: outer scales come after the sum over ranks, so that ties are rounded alike."""
-    single, parts = _both(ranks, name, tmp_path, "strict", "bf16")
+    single, parts = both(name, "strict", "bf16")
     for part in parts:
         torch.testing.assert_close(part.logprob_T, single.logprob_T, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["dense-tp2", "llama-tp2", "moe-tp2", "moe-ep2"])
-def test_each_rank_holds_its_slice_of_the_unsharded_codes(ranks, name, tmp_path):
-    single, parts = _both(ranks, name, tmp_path, "aligned", "bf16")
+def test_each_rank_holds_its_slice_of_the_unsharded_codes(both, name):
+    single, parts = both(name, "aligned", "bf16")
     a, b = (part.codes for part in parts)
     expected = single.codes
     if name == "moe-ep2":

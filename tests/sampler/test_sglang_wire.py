@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch
 shapes = st.lists(st.integers(0, 5), max_size=3)
 
 
-@settings(deadline=None)  # the first example may wait for a busy machine
+@settings(deadline=None, derandomize=True)  # the first example may wait for a busy machine
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6))
 def test_a_bucket_survives_flattening(tensors):
     bucket = {f"t{i}": (torch.randn(shape) * 8).to(dtype) for i, (shape, dtype) in enumerate(tensors)}
