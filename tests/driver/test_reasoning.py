@@ -29,7 +29,7 @@ def examples() -> list[Example]:
 
 
 @pytest.mark.parametrize(
-    "answer", ["__import__('os').system('id')", "open('x')", "x.__class__", "lambda: 0", "a[0]", "exec", "1;2", "f'{x}'"]
+    "answer", ["__import__('os').system('id')", "open('x')", "x.__class__", "lambda: 0", "a[0]", "exec", "1;2"]
 )
 def test_what_is_more_than_a_formula_reaches_no_parser(answer: str) -> None:
     """sympy's parse_expr is Python's eval with more names."""
