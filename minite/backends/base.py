@@ -25,6 +25,12 @@ class Fused(Protocol):
     # (x + y, rms_norm of it), both [T, H]
     def add_rms_norm(self, x_TH: Tensor, y_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor] | None: ...
 
+    # (x + y or, without y, x; its norm, None unless ``keep``; what quantize_input(norm, how) gives), in one kernel, for
+    # the GEMM of the prepared weight ``reader``
+    def norm_quantize(
+        self, x_TH: Tensor, y_TH: Tensor | None, w_H: Tensor, eps: float, how: str, reader: object, keep: bool
+    ) -> tuple[Tensor, Tensor | None, object] | None: ...
+
     # q, k, v of [T, heads + 2 KV heads, D]: rms_norm of the heads of q and k by ``norms`` (None: no norm), then
     # ops.apply_rope. ``pools`` (keys, values [slots, KV heads, D], slots int64 [T]): k and v are written there, and k
     # and v of the result are the pools.
@@ -87,7 +93,10 @@ class Fused(Protocol):
         gate_up: object,
         down: object,
         inputs: tuple[str, str],
-    ) -> Tensor | None: ...  # [T, H]; permute, gate_up, SwiGLU, down, combine. inputs: the operands of both GEMMs
+        quantized: object = None,
+    ) -> Tensor | None: ...  # [T, H]; permute, gate_up, SwiGLU, down, combine. inputs: the operands of both GEMMs;
+
+    # quantized: what norm_quantize gave for x_TH and gate_up, if it did
 
 
 class Backend(Protocol):

@@ -159,9 +159,13 @@ def _multiply(a: QTensor, b: NativeWeight, offsets: Tensor | None, out_dtype: to
         raise UserError(f"native: results are bfloat16 or float32, not {out_dtype}; use precision.backend=reference")
     if offsets is None and not b.dense:
         raise FormatError("native.gemm: a weight of experts; expected [N, K]; use grouped_gemm")
-    assert a.block_scale is not None and a.amax is not None and a.layout == "linear"
-    m = a.codes.shape[0]
-    a_tiles = ops.swizzle(a.block_scale.view(torch.uint8).contiguous(), offsets)
+    assert a.block_scale is not None and a.amax is not None
+    m, scales = a.codes.shape[0], a.block_scale.view(torch.uint8)
+    if a.layout == "swizzled":  # as fused.norm_quantize gives them, for one matrix
+        assert offsets is None
+        a_tiles = scales
+    else:
+        a_tiles = ops.swizzle(scales.contiguous(), offsets)
     alpha = 1 / (a.outer_max * b.source.outer_max)
     row_amax = a.amax.expand(m).contiguous()
     out: Tensor = ops.gemm(a.codes.contiguous(), a_tiles, row_amax, b.codes, b.tiles, b.amax, offsets, alpha, out_dtype)

@@ -37,6 +37,12 @@ class FusedLayers:
         assert out.total is not None
         return out.total, _plain(out)
 
+    def norm_quantize(
+        self, x_TH: Tensor, y_TH: Tensor | None, w_H: Tensor, eps: float, how: str, reader: object, keep: bool
+    ) -> tuple[Tensor, Tensor | None, object] | None:
+        """None: norm and quantize_input are two kernels here, and a GEMM may read either's result."""
+        return None
+
     def heads(
         self,
         qkv_THD: Tensor,
@@ -131,6 +137,7 @@ class FusedLayers:
         gate_up: object,
         down: object,
         inputs: tuple[str, str],
+        quantized: object = None,
     ) -> Tensor | None:
         """As moe_permute, quantize, grouped_gemm, swiglu, quantize, grouped_gemm and moe_combine.
 

@@ -6,6 +6,7 @@ values and returns the attention output.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,6 +31,14 @@ class Attend(Protocol):
 
     # attention output [T, heads, D]; k and v are the pools where they were written at once
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Hidden states behind a norm. At least one of the two; what a fused kernel quantized, the GEMM need not."""
+
+    h_TH: Tensor | None  # None: only the GEMM reads it
+    quantized: object | None  # as quantize_input gives it
 
 
 class Layer:
@@ -108,14 +117,15 @@ class Model:
         x_TH, y_TH = self.embedding[token_T], None
         chosen: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            x_TH, h_TH = self._add_norm(x_TH, y_TH, layer.input_norm)
-            q, k, v = self._heads(layer, h_TH, cos, sin, attend.pools(i))
-            x_TH, h_TH = self._add_norm(x_TH, self._linear(layer.o, attend(i, q, k, v).flatten(1)), layer.mlp_norm)
+            x_TH, h = self._norm_for(layer.qkv, x_TH, y_TH, layer.input_norm)
+            q, k, v = self._heads(layer, h, cos, sin, attend.pools(i))
+            y_TH = self._linear(layer.o, attend(i, q, k, v).flatten(1))
+            x_TH, h = self._norm_for(layer.gate_up, x_TH, y_TH, layer.mlp_norm)
             if config.num_experts:
-                y_TH, expert_Tk = self._moe(layer, h_TH)
+                y_TH, expert_Tk = self._moe(layer, h)
                 chosen.append(expert_Tk)
             else:
-                y_TH = self._linear(layer.down, ops.swiglu(self._linear(layer.gate_up, h_TH), self.strict, self.fused))
+                y_TH = self._linear(layer.down, ops.swiglu(self._linear(layer.gate_up, h), self.strict, self.fused))
         assert y_TH is not None
         if last_B is not None:
             x_TH, y_TH = x_TH[last_B], y_TH[last_B]
@@ -135,13 +145,23 @@ class Model:
         x_TH = x_TH if y_TH is None else x_TH + y_TH
         return x_TH, ops.rms_norm(x_TH, w_H, eps, self.strict, self.fused)
 
+    def _norm_for(self, linear: Linear, x_TH: Tensor, y_TH: Tensor | None, w_H: Tensor) -> tuple[Tensor, Normed]:
+        """x + y, or x, and its norm as ``linear`` reads it. A router beside experts reads the norm itself."""
+        if self.fused is not None:
+            how, eps = linear.input_operand, self.config.rms_norm_eps
+            out = self.fused.norm_quantize(x_TH, y_TH, w_H, eps, how, linear.prepared, keep=linear.grouped)
+            if out is not None:
+                return out[0], Normed(*out[1:])
+        x_TH, h_TH = self._add_norm(x_TH, y_TH, w_H)
+        return x_TH, Normed(h_TH, None)
+
     def _heads(
-        self, layer: Layer, h_TH: Tensor, cos: Tensor, sin: Tensor, pools: Pools | None
+        self, layer: Layer, h: Normed, cos: Tensor, sin: Tensor, pools: Pools | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [T, heads, D], normed and rotated. k and v may already lie in the pools: then those."""
         config, strict, eps = self.config, self.strict, self.config.rms_norm_eps
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv_THD = self._linear(layer.qkv, h_TH).unflatten(-1, (sum(heads), config.head_dim))
+        qkv_THD = self._linear(layer.qkv, h).unflatten(-1, (sum(heads), config.head_dim))
         if self.fused is not None:
             placed = self.fused.heads(qkv_THD, config.num_kv_heads, layer.qk_norm, eps, cos, sin, pools)
             if placed is not None:
@@ -151,19 +171,24 @@ class Model:
             q, k = (ops.rms_norm(x, w, eps, strict, self.fused) for x, w in zip((q, k), layer.qk_norm, strict=True))
         return ops.apply_rope(q, cos, sin, strict), ops.apply_rope(k, cos, sin, strict), v
 
-    def _linear(self, linear: Linear, x_MK: Tensor) -> Tensor:
-        a_MK = self.backend.quantize_input(x_MK, linear.input_operand)
+    def _linear(self, linear: Linear, x: Tensor | Normed) -> Tensor:
+        normed = x if isinstance(x, Normed) else Normed(x, None)
+        a_MK = normed.quantized
+        if a_MK is None:
+            assert normed.h_TH is not None
+            a_MK = self.backend.quantize_input(normed.h_TH, linear.input_operand)
         return self.backend.gemm(a_MK, linear.prepared, self.dtype)
 
-    def _moe(self, layer: Layer, h_TH: Tensor) -> tuple[Tensor, Tensor]:
-        config, strict = self.config, self.strict
+    def _moe(self, layer: Layer, h: Normed) -> tuple[Tensor, Tensor]:
+        config, strict, h_TH = self.config, self.strict, h.h_TH
+        assert h_TH is not None
         logits_TE = ops.wide_linear(h_TH, layer.router, strict, self.fused)
         routed = None if self.fused is None else self.fused.route(logits_TE, config.experts_per_token)
         prob_Tk, expert_Tk = routed or ops.route_topk(logits_TE, config.experts_per_token)
         if self.fused is not None:
             inputs = layer.gate_up.input_operand, layer.down.input_operand
             weights = layer.gate_up.prepared, layer.down.prepared
-            y_TH = self.fused.experts(h_TH, prob_Tk, expert_Tk, config.num_experts, *weights, inputs)
+            y_TH = self.fused.experts(h_TH, prob_Tk, expert_Tk, config.num_experts, *weights, inputs, h.quantized)
             if y_TH is not None:
                 return y_TH, expert_Tk
         h_RH, token_R, rows_E, slot_R = ops.moe_permute(h_TH, expert_Tk, config.num_experts)

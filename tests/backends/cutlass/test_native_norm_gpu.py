@@ -50,3 +50,13 @@ def test_the_operator_keeps_the_rules_of_torch():
     for addend, plain in ((None, False), (x_MK, True)):
         operands = (x_MK, addend, x_MK[0], 1e-6, plain, plain)
         torch.library.opcheck(norm.norm_quantize, operands, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("k", [48, 2048, 4096])
+def test_the_norm_is_that_of_the_backend_triton(fused, k):
+    """The learner's norm is triton's, the sampler's this one: their codes have to agree."""
+    x, y, weight = scaled_rows(133, k, 61).cuda(), scaled_rows(133, k, 62).cuda(), normal(k, seed=63).cuda()
+    total, normed = fused.add_rms_norm(x, y, weight, 1e-6)
+    got = norm.norm_quantize(x, y, weight, 1e-6, True, False)
+    assert_same_bytes(got[0].view(torch.int16), total.view(torch.int16), "sum")
+    assert_same_bytes(got[1].view(torch.int16), normed.view(torch.int16), "norm")
