@@ -24,3 +24,20 @@ def test_relative_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_nothing_is_left_to_fill_in(page: str) -> None:
     assert re.findall(r"@@\w+@@|TODO|FIXME", (ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def _modules() -> list[Path]:
+    packages = [path for top in ("minite", "slime_plugin") for path in (ROOT / top).rglob("*.py")]
+    return [path for path in (*packages, *(ROOT / "scripts").glob("*.py")) if path.name != "__init__.py"]
+
+
+def test_every_module_has_its_place_in_the_readme_of_its_package() -> None:
+    unknown = []
+    for module in _modules():
+        if module.parent == ROOT / "minite":
+            page = ROOT / "ARCHITECTURE.md"
+        else:
+            page = next(folder / "README.md" for folder in module.parents if (folder / "README.md").exists())
+        if module.name not in page.read_text(encoding="utf-8"):
+            unknown.append(f"{module.relative_to(ROOT)} is not in {page.relative_to(ROOT)}")
+    assert unknown == []
