@@ -39,6 +39,8 @@ def explain(*, device: str | torch.device, strict: bool) -> list[Verdict]:
 
 def get_backend(name: str, *, device: str | torch.device, strict: bool) -> Backend:
     """The backend ``name``, or the best one that can run with "auto". Never falls back: UserError if it cannot run."""
+    if name == "te":
+        raise UserError("precision.backend: 'te' (Transformer Engine) is for minite launch only; use auto here")
     if name != "auto" and name not in _HOMES:
         raise UserError(f"precision.backend: {name!r} is unknown; expected auto or one of {', '.join(_HOMES)}")
     verdicts = [v for v in explain(device=device, strict=strict) if name in ("auto", v.name)]

@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision.kv_cache": ("bf16", "fp8"),
     "precision.lm_head_dtype": ("fp32", "bf16"),
     "precision.alignment": ("off", "aligned", "strict"),
+    "precision.backend": ("auto", "native", "triton", "cpu", "reference", "te"),  # of backends/registry.py, and slime's
     "data.kind": ("arithmetic", "modular", "jsonl", "reasoning_gym"),
     "data.bad_reward": ("skip", "stop"),
     "learner.bad_gradient": ("skip", "stop"),
@@ -32,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "correction.unhealthy": ("warn", "skip", "stop"),
     "driver.placement": ("colocated", "separate"),
     "monitor.on_drift": ("warn", "lower_lr", "switch", "stop"),
+    "slime.quantization": ("modelopt", "minite"),
 }
 
 # What monitor.watch may name; minite/diagnostics/monitor.py says what each is.

@@ -51,14 +51,15 @@ def _header(plan: PrecisionPlan) -> list[str]:
 
 
 def _totals(plan: PrecisionPlan, weights: int, macs: float) -> list[str]:
-    """The backward is two BF16 GEMMs of the forward's size, so it never adds to the quantized share."""
+    """Stored size and quantized shares. The backward is two GEMMs of the forward's size, each NVFP4 or BF16."""
     quantized = [e for e in plan.entries if e.quantized]
     size = sum(e.n * e.k * OPERANDS[e.weight].bits / 8 for e in plan.entries)
     forward = sum(_macs(e) for e in quantized) / macs
+    backward = sum(_macs(e) * [e.dgrad, e.wgrad].count("nvfp4") for e in plan.entries) / macs
     return [
         f"{len(plan)} linears, {_count(weights)} weights: {_count(size)}B stored, {_count(2 * weights)}B as BF16",
-        f"quantized: {100 * sum(e.n * e.k for e in quantized) / weights:.1f}% of the weights, "
-        f"{100 * forward:.1f}% of the GEMM FLOPs of a forward, {100 * forward / 3:.1f}% of those of forward + backward",
+        f"quantized: {100 * sum(e.n * e.k for e in quantized) / weights:.1f}% of the weights, {100 * forward:.1f}% of "
+        f"the GEMM FLOPs of a forward, {100 * (forward + backward) / 3:.1f}% of those of forward + backward",
     ]
 
 

@@ -61,7 +61,7 @@ def table(model: ModelConfig, entries: Iterable[PlanEntry], tokens: int, sequenc
     """The parts under the plan, then tokens/s of the plan and of BF16, with and without the log-prob pass."""
     gpu = _gpu(gpu_name)
     entries = list(entries)
-    plain = [replace(e, weight="bf16", input="bf16") for e in entries]
+    plain = [replace(e, weight="bf16", input="bf16", dgrad="bf16", wgrad="bf16") for e in entries]
     ours, bf16 = (update(model, e, tokens, sequence, gpu) for e in (entries, plain))
     width = max(len(p.name) for p in ours)
     lines = [
@@ -90,8 +90,21 @@ def _gemms(e: PlanEntry, rows: float, n: int) -> Iterable[tuple[str, str, float,
         yield "forward", "quantize input of", 0, 2 * rows * e.k + x, False
     if OPERANDS[e.weight].module is not None:
         yield "step", "quantize weight of", 0, 2 * 2 * n * e.k + weight, False  # once for its amax
-    yield "backward", "dgrad", flops, 2 * (n * e.k + rows * e.k + rows * n), False
-    yield "backward", "wgrad", flops, 4 * n * e.k + 2 * (rows * e.k + rows * n), False
+    yield from _backward(e, rows, n)
+
+
+def _backward(e: PlanEntry, rows: float, n: int) -> Iterable[tuple[str, str, float, float, bool]]:
+    """As `_gemms`. NVFP4 operands are made in the backward, see layers/nvfp4_gradients.py; the weight's once a pass."""
+    flops, gradient, x, weight = 2 * rows * n * e.k, rows * n, rows * e.k, n * e.k  # the last three: elements
+    code = OPERANDS["nvfp4_1d"].bits / 8
+    fp4 = e.dgrad == "nvfp4"
+    yield "backward", "dgrad", flops, (code if fp4 else 2) * (gradient + weight) + 2 * x, fp4
+    if fp4:  # the weight has one outer scale, so it is read for its amax first; a row of the gradient is at hand
+        yield "backward", "quantize for dgrad of", 0, (2 + code) * gradient + (2 + 2 + code) * weight, False
+    fp4 = e.wgrad == "nvfp4"
+    yield "backward", "wgrad", flops, 4 * weight + (code if fp4 else 2) * (gradient + x), fp4
+    if fp4:  # along tokens: both are read for their outer scales first
+        yield "backward", "quantize for wgrad of", 0, (2 + 2 + code) * (gradient + x), False
 
 
 def _others(
@@ -129,7 +142,8 @@ def _kind(members: list[PlanEntry]) -> str:
     """ "self_attn.q+k+v_proj": the same in every layer and for every expert, with the operands that it has here."""
     path = [p for p in members[0].name.removeprefix("model.layers.").split(".") if not p.isdigit()]
     leaves = "+".join(e.name.rpartition(".")[2].removesuffix("_proj") for e in members)
-    operands = "" if members[0].weight == members[0].input == "bf16" else f" ({members[0].weight} x {members[0].input})"
+    first = members[0]
+    operands = "" if first.weight == first.input == "bf16" else f" ({first.weight} x {first.input})"
     return ".".join([*path[:-1], leaves]) + operands
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minite.config import PrecisionPlan, RunConfig
 from minite.errors import UserError
+from minite.launch.reads import check_unread
 from minite.sync.modelopt import quantization_config
 
 KINDS = ("qwen3", "qwen3_moe")  # model kinds whose parameter names the plugin gives slime
@@ -36,6 +37,7 @@ FORBIDDEN = {
 def check(config: RunConfig, plan: PrecisionPlan, decided: Collection[str]) -> None:
     """Raises UserError for the first thing slime could not do as the recipe says. ``decided``: flags of the recipe."""
     _check_recipe(config, plan)
+    check_unread(config)
     _check_layout(config)
     _check_extra(config, decided)
     _check_inputs(config, plan)
@@ -54,15 +56,15 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
         ("data.kind", config.data.kind, ("jsonl",), "slime reads a file of prompts"),
         ("data.reward", config.data.reward, ("task",), "slime.reward is the reward there"),
         ("warm_start.steps", config.warm_start.steps, (0,), "slime has no warm start; give model.checkpoint"),
+        ("monitor.watch", config.monitor.watch, ((),), "nothing there watches a run or stops it"),
         ("driver.ahead", config.driver.ahead, (0,), "train.py does not sample ahead"),
         ("correction.unhealthy", config.correction.unhealthy, ("warn", "stop"), "slime cannot skip a step"),
         ("driver.prometheus_port", config.driver.prometheus_port, (None,), "slime has its own: slime.extra"),
         ("driver.wandb", config.driver.wandb, (False,), "slime has its own: slime.extra: [--use-wandb]"),
         ("precision.alignment", plan.alignment, ("off", "aligned"), "SGLang's sums have no fixed order"),
-        ("slime.quantization", config.slime.quantization, ("modelopt", "minite"), "SGLang knows no other of ours"),
     ):
         if got not in expected:
-            words = " or ".join(map(str, expected))
+            words = " or ".join("[]" if one == () else str(one) for one in expected)
             raise UserError(f"{config.where(path)}: {path} is {got!r}, but minite launch needs {words}: {why}")
     if config.model.checkpoint is None:
         raise UserError("model.checkpoint: not set; slime starts from a BF16 Hugging Face directory, set it")

@@ -8,6 +8,7 @@ import torch
 from minite.backends import registry
 from minite.backends.cpu.backend import CpuBackend
 from minite.backends.reference import ReferenceBackend
+from minite.config.checks import CHOICES
 from minite.errors import UserError
 
 
@@ -56,3 +57,9 @@ def test_a_named_backend_that_cannot_run_is_an_error_not_a_fallback(two_backends
 def test_an_unknown_backend_is_an_error_that_lists_the_known():
     with pytest.raises(UserError, match="'cutlas' is unknown; expected auto or one of native, triton, cpu, reference"):
         registry.get_backend("cutlas", device="cpu", strict=False)
+
+
+def test_a_recipe_may_name_every_backend_and_the_one_of_slime_is_told_apart():
+    assert CHOICES["precision.backend"] == ("auto", *registry._HOMES, "te")
+    with pytest.raises(UserError, match="'te' .* is for minite launch only"):
+        registry.get_backend("te", device="cpu", strict=False)

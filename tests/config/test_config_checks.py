@@ -15,6 +15,11 @@ from minite.config.schema import RunConfig
 MISTAKES = [
     ("model.kind=qwen", "model.kind is 'qwen': expected one of qwen3, qwen3_moe, llama; nearest is 'qwen3'"),
     ("precision.alignment=strickt", "expected one of off, aligned, strict; nearest is 'strict'"),
+    (
+        "precision.backend=tritn",
+        "precision.backend is 'tritn': expected one of auto, native, triton, cpu, reference, te",
+    ),
+    ("slime.quantization=foo", "slime.quantization is 'foo': expected one of modelopt, minite"),
     ("precision.kv_cache=fp4", "precision.kv_cache is 'fp4': expected one of bf16, fp8"),
     ("correction=triag", "correction.kind is 'triag': expected one of none, tis, icepop, triage; nearest is 'triage'"),
     ("driver.placement=apart", "driver.placement is 'apart': expected one of colocated, separate"),

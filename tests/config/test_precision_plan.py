@@ -207,6 +207,19 @@ def test_table_collapses_layers_and_experts(tmp_path):
     assert plan.digest[:16] in table
 
 
+@pytest.mark.parametrize(
+    ("gradients", "products"), [("", 1), (", dgrad: nvfp4", 2), (", dgrad: nvfp4, wgrad: nvfp4", 3)]
+)
+def test_table_counts_the_products_of_the_backward_that_are_nvfp4(tmp_path, gradients, products):
+    text = rules(
+        '{match: "**.mlp.gate", use: bf16}', '{match: "**.experts.*.*", use: w4a4}', '{match: "**", use: bf16}'
+    )
+    table = plan_of(tmp_path, MOE, text.replace("nvfp4_row", f"nvfp4_row{gradients}", 1)).table()
+    line = table.splitlines()[-1]
+    forward, whole = (float(line.split(f"% of {what}")[0].split()[-1]) for what in ("the GEMM FLOPs", "those"))
+    assert whole == pytest.approx(forward * products / 3, abs=0.1)
+
+
 def test_table_of_the_large_moe_fits_a_screen_and_needs_no_torch():
     """How long the command takes is tested in tests/test_cli.py."""
     recipe = next(p for p in SHIPPED if p.name == "qwen3_30b_a3b_w4a4_grpo.yaml")

@@ -42,6 +42,28 @@ def test_a_fusion_group_is_one_product_over_the_tokens_that_its_expert_sees():
     assert found[f"wgrad mlp.experts.gate+up {operands}"].bytes == 4 * n * k + 2 * (rows * k + rows * n)
 
 
+def test_gradients_in_nvfp4_are_fp4_products_of_operands_that_are_quantized_first():
+    both = [replace(e, dgrad="nvfp4", wgrad="nvfp4") for e in (GATE, UP)]
+    found, where = parts(*both, gpu=Gpu(1.0, 4.0, 1e6)), "mlp.experts.gate+up (nvfp4_1d x nvfp4_row)"
+    rows, n, k = 250, 64, 64
+    for name in ("dgrad", "wgrad"):
+        assert found[f"{name} {where}"].ms == pytest.approx(1e3 * 2 * rows * n * k / 4e12)
+    assert found[f"dgrad {where}"].bytes == 0.5625 * (rows * n + n * k) + 2 * rows * k
+    assert found[f"wgrad {where}"].bytes == 0.5625 * (rows * n + rows * k) + 4 * n * k
+    assert found[f"quantize for dgrad of {where}"].bytes == 2.5625 * rows * n + 4.5625 * n * k
+    assert found[f"quantize for wgrad of {where}"].bytes == 4.5625 * (rows * n + rows * k)
+    lone = parts(replace(GATE, wgrad="nvfp4"))
+    assert [name for name in lone if "quantize for" in name] == [f"quantize for wgrad of {where.replace('+up', '')}"]
+
+
+def test_bf16_beside_the_plan_has_a_bf16_backward_too():
+    ends = [
+        table(MODEL, [replace(GATE, dgrad=d, wgrad=d)], 4096, 64, "b300").splitlines()[-1] for d in ("bf16", "nvfp4")
+    ]
+    bf16 = [line.partition("; BF16 ")[2].partition(";")[0] for line in ends]
+    assert bf16[0] == bf16[1] and ends[0] != ends[1]
+
+
 def test_bf16_has_no_quantizers():
     found = parts(HEAD)
     assert set(found) == {"fprop lm_head", "dgrad lm_head", "wgrad lm_head", "attention", "optimizer"}

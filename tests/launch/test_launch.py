@@ -21,11 +21,12 @@ MOE = str(Path(__file__).parents[2] / "recipes/qwen3_30b_a3b_w4a4_grpo.yaml")
 DENSE = str(Path(__file__).parents[2] / "recipes/qwen3_4b_w4a4_grpo.yaml")
 
 
-OFF = "precision.alignment=off"  # what SGLang's own linears allow a plan that quantizes dense inputs
+# What SGLang's own linears allow a plan that quantizes dense inputs.
+OFF = ["precision.alignment=off", "slime.quantization=modelopt"]
 
 
 def load(*overrides, recipe=DENSE):
-    config = load_recipe(recipe, [OFF, *overrides] if recipe == DENSE else overrides)
+    config = load_recipe(recipe, [*OFF, *overrides] if recipe == DENSE else overrides)
     return config, resolve_plan(config)
 
 
@@ -84,6 +85,13 @@ def test_files_carry_the_recipe_and_split_the_environment(tmp_path):
     assert refusal(files.write, launch, tmp_path / "out").startswith("--out")
 
 
+@pytest.mark.parametrize("path", sorted(Path(MOE).parent.glob("qwen3_*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_recipe_launches_as_it_is(path):
+    config = load_recipe(path)
+    launch = files.prepare(config, resolve_plan(config), Path("/o"), Path("/s"), None, "")
+    assert ("engine/plan.json" in launch.files) == (config.slime.quantization == "minite")
+
+
 REFUSED = [
     (["sampler.kind=embedded"], "sampler.kind is 'embedded', but minite launch needs sglang"),
     (["model.checkpoint=null"], "model.checkpoint: not set"),
@@ -125,7 +133,7 @@ def test_every_flag_of_the_recipe_is_refused_in_extra():
     config, plan = load(recipe=DENSE)
     decided = slime_arguments(config, plan)
     for flag in decided:
-        config = load_recipe(DENSE, [OFF, f"slime.extra=[--fine, '{flag}']"])
+        config = load_recipe(DENSE, [*OFF, f"slime.extra=[--fine, '{flag}']"])
         assert f"slime.extra has {flag}" in refusal(refuse.check, config, plan, decided)
 
 
@@ -183,7 +191,7 @@ def test_resume_refuses_what_does_not(tmp_path):
 def test_the_command_writes_and_prints_and_starts_nothing_in_a_dry_run(tmp_path, capsys):
     (tmp_path / "train.py").touch()
     arguments = ["launch", DENSE, "--dry-run", "--out", str(tmp_path / "out"), "-o", f"slime.save={tmp_path}/run"]
-    arguments += ["-o", OFF]
+    arguments += [word for override in OFF for word in ("-o", override)]
     assert cli.main([*arguments, "--slime-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "exec ray job submit" in shown and f"python3 {tmp_path}/train.py" in shown and "dry run" in shown

@@ -19,7 +19,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/qwen3_4b_w4a4_grpo.yaml"  # dense 
 
 
 def prepare(directory, *overrides):
-    config = load_recipe(RECIPE, ["slime.quantization=minite", "slime.checkpoint=null", *overrides])
+    config = load_recipe(RECIPE, overrides)
     plan = resolve_plan(config)
     return files.prepare(config, plan, directory, Path("/slime"), None, ""), config, plan
 
@@ -50,7 +50,6 @@ def test_a_dense_plan_stays_aligned_and_the_engines_start_from_it(tmp_path):
     [
         ("slime.checkpoint=models/x", "slime.checkpoint"),
         ("driver.placement=separate", "driver.placement"),
-        ("slime.quantization=nvfp4", "modelopt or minite"),
     ],
 )
 def test_what_our_method_cannot_do_is_refused(tmp_path, override, told):

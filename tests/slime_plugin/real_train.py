@@ -63,7 +63,7 @@ def make_args(directory: Path) -> tuple[Any, Any, Any]:
         "warm_start.steps=0", "warm_start.wrong_frac=0", f"driver.steps={STEPS}", f"algo.prompts_per_step={PROMPTS}",
         f"algo.group_size={GROUP}", "learner.lr=2e-3", f"sampler.max_new_tokens={NEW}", "correction.calm=auto",
         "precision.alignment=off",
-        "driver.tensorboard=false",
+        "driver.tensorboard=false", "algo.max_resample=2", "driver.eval_temperature=0.0", "sampler.kv_tokens=262144",
         # Megatron's checkpoints want the Adam of Transformer Engine or Apex; torch's, here, counts its steps elsewhere.
         "slime.extra=[--make-vocab-size-divisible-by, '32', --no-save-optim, --no-load-optim]",
     ]  # fmt: skip

@@ -15,11 +15,12 @@ from minite.sync.modelopt import quantization_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MORE = ["algo.kl_coef=0.001", "learner.min_lr=1e-7", "data.path=prompts.jsonl"]
+MODELOPT = ["precision.alignment=off", "slime.quantization=modelopt"]
 CASES = {  # recipe -> overrides
     "qwen3_30b_a3b_w4a4_grpo": [],
-    "qwen3_30b_a3b_w4a4_all_grpo": ["precision.alignment=off", "precision.kv_cache=fp8"],
-    "qwen3_4b_w4a4_grpo": ["precision.alignment=off", "sampler.top_p=0.9", "slime.eval_data=eval.jsonl"],
-    "qwen3_30b_a3b_w4a4_all_grpo minite": ["slime.quantization=minite", "slime.checkpoint=null"],
+    "qwen3_30b_a3b_w4a4_all_grpo": [*MODELOPT, "precision.kv_cache=fp8"],
+    "qwen3_4b_w4a4_grpo": [*MODELOPT, "sampler.top_p=0.9", "slime.eval_data=eval.jsonl"],
+    "qwen3_30b_a3b_w4a4_all_grpo minite": ["slime.checkpoint=null"],
     "qwen3_4b_bf16_grpo": ["learner.tensor_parallel=2", "learner.data_parallel=4", "slime.offload_optimizer=true"],
 }
 
@@ -33,10 +34,10 @@ def parsed(tmp_path_factory):
         directory = folder / name
         directory.mkdir()
         places = [f"model.checkpoint={directory}", f"slime.checkpoint={directory}", f"slime.save={directory}/save"]
-        own = "slime.quantization=minite" in overrides
+        places.append(f"data.tokenizer={directory}")
         config = load_recipe(RECIPES / f"{name.split()[0]}.yaml", [*places, *overrides, *MORE])
         plan = resolve_plan(config)
-        quantized = not own and any(entry.quantized for entry in plan)
+        quantized = config.slime.quantization == "modelopt" and any(entry.quantized for entry in plan)
         extra = {"quantization_config": quantization_config(plan)} if quantized else {}
         (directory / "config.json").write_text(json.dumps({**write_hf_config(config.model), **extra}))
         launch = files.prepare(config, plan, directory / "out", Path("/slime"), None, "")
