@@ -2,7 +2,7 @@
 
     python scripts/load_test.py                              # all three as a release wants them: up to half an hour
     python scripts/load_test.py requests --count 500         # one of them, smaller
-    python scripts/load_test.py steps --count 2000 --set driver.placement=separate
+    python scripts/load_test.py steps --count 2000 -o driver.placement=separate
 
 requests: prompts through one built-in sampler in 20 waves, random lengths, some aborted at random times. Each must come
           back once, with the tokens it asked for or as aborted, and the KV cache must be empty again.
@@ -249,13 +249,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", nargs="*", choices=[*COUNTS, []], metavar="WHAT", help=f"of {', '.join(COUNTS)}; all")
     parser.add_argument("--count", type=int, help=f"of each; default {', '.join(map(str, COUNTS.values()))}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the recipe")
+    parser.add_argument("-o", "--override", action="append", default=[], metavar="SECTION.KEY=VALUE")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    config, outcomes = load_recipe(RECIPE, args.set), []
+    config, outcomes = load_recipe(RECIPE, args.override), []
     for name in args.what or COUNTS:
         count = args.count or COUNTS[name]
-        outcome = steps(count, args.set) if name == "steps" else globals()[name](config, count, args.seed)
+        if name == "steps":  # a process of its own, which reads the recipe itself
+            outcome = steps(count, args.override)
+        else:
+            outcome = {"requests": requests, "syncs": syncs}[name](config, count, args.seed)
         outcome.check_memory()
         outcomes.append(outcome)
     print(table(outcomes))

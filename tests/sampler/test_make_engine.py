@@ -9,7 +9,6 @@ from minite.config import resolve_plan
 from minite.errors import UserError
 from minite.sampler import make_engine
 from minite.sampler.embedded import EmbeddedEngine
-from minite.sampler.embedded.bench import measure
 
 
 def test_the_built_in_engine_on_the_device_asked_for():
@@ -41,8 +40,3 @@ def test_operands_that_the_backend_lacks_are_refused_before_any_weights(monkeypa
     cfg = config(MOE, "w4a4", sampler={"device": "cpu"})
     with pytest.raises(UserError, match=rf"model\.{module}_proj: .* of weight nvfp4_1d with input .*: no {op} here"):
         make_engine(cfg, resolve_plan(cfg))
-
-
-def test_benchmark_measures_both_phases():
-    prefill, decode = measure(config(MOE, "w4a4"), "cpu", batch=8, group=4, rounds=1)
-    assert 0 < prefill < 5_000 and 0 < decode < 5_000
