@@ -289,5 +289,7 @@ def check_driver(config: RunConfig) -> None:
 def check_sampler(config: RunConfig) -> None:
     if config.sampler.kind != "sglang" and config.sampler.tensor_parallel > 1:
         raise _fail(config, "sampler.tensor_parallel", "only SGLang has it; set it to 1 or -o sampler=sglang")
+    if config.sampler.kind != "sglang" and config.sampler.server:
+        raise _fail(config, "sampler.server", "only SGLang has it; set it to false or -o sampler=sglang")
     if config.sampler.kind != "sglang" and config.sampler.transport != "packed":
         raise _fail(config, "sampler.transport", "only SGLang has it; set it to packed or -o sampler=sglang")

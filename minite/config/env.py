@@ -67,6 +67,13 @@ def apply_sglang_env(device: str, ranks: int = 1) -> None:
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([mine] * ranks))
 
 
+def keep_loopback_direct() -> None:
+    """What HTTP clients of this process must find: no proxy is asked for this machine."""
+    for name in ("NO_PROXY", "no_proxy"):
+        given = os.environ.get(name)
+        os.environ[name] = f"{given},127.0.0.1" if given else "127.0.0.1"
+
+
 def third_party_env(plan: PrecisionPlan) -> dict[str, str]:
     """Variables under which Transformer Engine, FlashInfer and SGLang compute NVFP4 as the plan says.
 

@@ -141,6 +141,7 @@ class SamplerConfig:
     top_p: float = 1.0  # below 1 only with alignment: off
     top_k: int = 0  # 0 = whole vocabulary; more only with alignment: off
     max_new_tokens: int = 8_192  # of a response
+    server: bool = False  # the engine runs as SGLang's HTTP server, on loopback and behind a key; sglang only
     tensor_parallel: int = 1  # processes of one engine, each with a part of every weight; sglang only
     transport: str = "packed"  # of weights: packed (codes, scales) | model_dtype (the engine quantizes; sglang only)
 

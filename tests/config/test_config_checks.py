@@ -34,6 +34,7 @@ MISTAKES = [
     ("learner.beta2=1", "learner.beta2 is 1.0: expected at least 0 and below 1"),
     ("algo.dual_clip=1", "algo.dual_clip is 1.0: expected more than 1"),
     ("driver.ahead=2", "driver.ahead is 2: expected 0 or 1"),
+    ("sampler.server=true", "sampler.server is True: only SGLang has it"),
     ("sampler.transport=model_dtype", "sampler.transport is 'model_dtype': only SGLang has it"),
     ("correction.calm_decay=1.5", "correction.calm_decay is 1.5: expected between 0 and 1"),
     ("model.num_kv_heads=3", "model.num_heads is 4: expected a multiple of num_kv_heads 3"),

@@ -18,10 +18,11 @@ NEEDS_SGLANG = [
 ]
 
 
-def sglang_engine(model: dict, fmt: str, **changes: object) -> tuple[RunConfig, SglangEngine]:
+def sglang_engine(model: dict, fmt: str, *, server: bool = False, **changes: object) -> tuple[RunConfig, SglangEngine]:
     """A recipe of tiny_engine and SGLang started for it, without weights. To be closed."""
     cpu_compat.install("cpu")  # SGLang may import megatron, which a learner of this process needs prepared
-    cfg = config(model, fmt, sampler={"kind": "sglang", "device": "cpu", "max_batch": 64}, **changes)
+    sampler = {"kind": "sglang", "device": "cpu", "max_batch": 64, "server": server}
+    cfg = config(model, fmt, sampler=sampler, **changes)
     made = make_engine(cfg, resolve_plan(cfg))
     assert isinstance(made, SglangEngine)
     return cfg, made

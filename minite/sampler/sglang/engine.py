@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
+import math
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +28,7 @@ from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
 from minite.sampler.sglang.processes import make_engine
+from minite.sampler.sglang.server import make_server
 from minite.sampler.sglang.watching import RequestPass
 from minite.sampler.sglang.wire import DISK, VERSION, WATCH
 from minite.sync import disk
@@ -38,7 +39,8 @@ from minite.types import WeightVersion
 
 
 class SglangEngine:
-    """See ``minite.sampler.engine.Engine``, which it implements.
+    """See ``minite.sampler.engine.Engine``, which it implements: over sglang.Engine, or over SGLang's HTTP server with
+    ``sampler.server``, whose client has the same methods. ProcessDied when that server is gone or broken.
 
     Must be built, and used, in the main thread of its process; ``abort`` may come from another thread.
     """
@@ -51,7 +53,11 @@ class SglangEngine:
         self.backend = get_backend(plan.backend, device=device, strict=False).name
         with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:  # read while SGLang starts, not later
             launch.write_model(run_config, plan, device, Path(folder))
-            self.sglang = make_engine(launch.arguments(run_config, plan, device, Path(folder)))
+            options = launch.arguments(run_config, plan, device, Path(folder))
+            if run_config.sampler.server:
+                self.sglang: Any = make_server(options, run_config.driver.timeout)
+            else:
+                self.sglang = make_engine(options)
         self._stats = EngineStats(kv_tokens_total=run_config.sampler.kv_tokens)
         self._version: WeightVersion | None = None  # of the weights that may be used
         self._incoming: WeightVersion | None = None  # of the update under way
@@ -59,7 +65,6 @@ class SglangEngine:
         self._live: dict[str, Request] = {}
         self._generating = threading.Lock()
         self._clock = Clock()  # of the last weight update
-        self._loop = asyncio.get_event_loop()
         try:
             proof.check(self.states(), plan, self.backend, None)
         except BaseException:
@@ -119,7 +124,10 @@ class SglangEngine:
             request_id=request.request_id,
             prompt_tokens=request.prompt_tokens,
             tokens=tokens,
-            logprobs=[float(entry[0]) for entry in info.get("output_token_logprobs", ())],
+            logprobs=[
+                math.nan if entry[0] is None else float(entry[0])  # JSON has no other word for it
+                for entry in info.get("output_token_logprobs", ())
+            ],
             finish_reason=info["finish_reason"]["type"],
             weight_version=self._version,
             routed_experts=None if record is None else self._experts(record),
@@ -136,7 +144,7 @@ class SglangEngine:
         live = set(self._live)
         chosen = live if request_ids is None else live & set(request_ids)
         for request_id in chosen:
-            self._loop.call_soon_threadsafe(self.sglang.tokenizer_manager.abort_request, request_id)
+            self.sglang.abort(request_id)
         return len(chosen)
 
     # -- weights ------------------------------------------------------------------------------------------------------

@@ -30,23 +30,31 @@ class Child:
         return getattr(import_module(self.module), self.name)(*args, **kwargs)
 
 
+CHILDREN = {
+    "run_scheduler_process_func": Child("sglang.srt.managers.scheduler", "run_scheduler_process"),
+    "run_detokenizer_process_func": Child("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
+}
+
+
 def make_engine(arguments: dict[str, Any]) -> Any:
-    """An sglang.Engine whose processes are those above. Must be called in the process that will use it."""
+    """An sglang.Engine whose processes are those above, with ``abort``. To be called where it will be used."""
     cpu_stand_ins.install()
     from sglang.srt.entrypoints.engine import Engine
 
-    _require_plugin()
+    require_plugin()
 
     class PreparedEngine(Engine):
-        run_scheduler_process_func = staticmethod(Child("sglang.srt.managers.scheduler", "run_scheduler_process"))
-        run_detokenizer_process_func = staticmethod(
-            Child("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process")
-        )
+        run_scheduler_process_func = staticmethod(CHILDREN["run_scheduler_process_func"])
+        run_detokenizer_process_func = staticmethod(CHILDREN["run_detokenizer_process_func"])
+
+        def abort(self, request_id: str) -> None:
+            """End a live request, from another thread than the one that generates."""
+            self.loop.call_soon_threadsafe(self.tokenizer_manager.abort_request, request_id)
 
     return PreparedEngine(**arguments)
 
 
-def _require_plugin() -> None:
+def require_plugin() -> None:
     """SGLang only logs it when a plugin fails. UserError when ours is not there, its own exception when it failed."""
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.plugins import load_plugins
