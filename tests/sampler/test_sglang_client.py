@@ -190,6 +190,12 @@ def test_a_refusal_repeats_the_reason(body, told):
         checked(client.flush_cache, "flush_cache")
 
 
+def test_an_abort_that_fails_is_told():
+    """Its answer says nothing else."""
+    with server(400, "") as (client, _), pytest.raises(ProcessDied, match="answered /abort_request with status 400"):
+        client.abort("r1")
+
+
 def test_the_driver_takes_a_broken_server_for_a_sampler_that_died():
     """So it is replaced and its work done again."""
     ray = pytest.importorskip("ray")
