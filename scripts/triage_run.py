@@ -68,14 +68,6 @@ class Job:
         return recipe(self.precision, self.arm, self.seed, self.steps, self.data, list(self.overrides))
 
 
-class _Silent:
-    """A view for MetricsWriter: the parent shows the progress of all runs together."""
-
-    def update(self, step: int, metrics: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Rollouts:
     """Prompts in turn, their responses from the engine at hand, their rewards: a batch with advantages.
 
@@ -136,7 +128,9 @@ def go(job: Job, until: float) -> bool:
         return True
     with (
         _engines(config, job.precision) as pair,
-        closing(MetricsWriter(job.folder, _Silent(), after_step=done)) as metrics,  # type: ignore[arg-type]
+        closing(
+            MetricsWriter(job.folder, None, after_step=done)
+        ) as metrics,  # the parent shows the progress of all runs
     ):
         run = _Run(job, config, pair)
         run.restore(found) if found else run.begin()

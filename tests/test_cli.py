@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -21,7 +22,8 @@ from minite.errors import ProcessDied, UserError
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "recipes" / "tiny_qwen3_moe_w4a4_grpo.yaml")
 LARGE = str(ROOT / "recipes" / "qwen3_30b_a3b_w4a4_grpo.yaml")
-COMMANDS = ["plan", "train", "resume", "report", "gap", "launch", "convert", "inspect", "doctor", "bench"]
+PARSERS = next(a.choices for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+COMMANDS = list(PARSERS)
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -45,6 +47,14 @@ def test_help_names_every_command_and_version_prints(capsys: pytest.CaptureFixtu
         assert all(word in shown for word in expected)
 
 
+def test_help_has_one_sentence_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"plan", "train", "eval", "sensitivity", "bench"} <= set(COMMANDS)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = capsys.readouterr().out.partition("commands:")[2]
+    assert "keep the worst of them in BF16\n" in listed and "Scores the text" not in listed and ". " not in listed
+
+
 MISTAKES = [
     ([], "the following arguments are required: COMMAND; see minite --help"),
     (["trian", TINY], "invalid choice: 'trian'"),
@@ -52,6 +62,10 @@ MISTAKES = [
     (["train", TINY, "--steps", "many"], "--steps: invalid int value: 'many'"),
     (["train", TINY, "--steps", "0"], "driver.steps is 0: expected at least 1"),
     (["plan"], "no recipe given"),
+    (["plan", TINY, "--memory", "268", "--json"], "got --memory and --json; give one of them"),
+    (["plan", TINY, "--memory", "-5"], "--memory: -5 is no memory of a GPU"),
+    (["plan", TINY, "--memory", "nan"], "--memory: nan is no memory of a GPU"),
+    (["eval", "CKPT", "--recipe", TINY, "--limit", "3"], "--limit: only tasks of lm-eval take it, got --tasks text"),
     (["plan", "recipes/tiny_qwen3_moe_w4a4_grp.yaml"], "no such recipe.*nearest is 'tiny_qwen3_moe_w4a4_grpo.yaml'"),
     (["plan", TINY, "-o", "precision.kv_cash=fp8"], "unknown key.*nearest is 'kv_cache'"),
     (["plan", TINY, "-o", "nonsense"], "expected -o section.key=value"),

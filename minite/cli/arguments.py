@@ -32,7 +32,7 @@ def commands_of(parser: argparse.ArgumentParser) -> Command:
         about, name = (run.__doc__ or "").strip(), run.__name__.rstrip("_")  # eval_ must not hide Python's eval
         added: argparse.ArgumentParser = commands.add_parser(
             name,
-            help=about.partition(". ")[0].rstrip("."),
+            help=about.partition("\n\n")[0].partition(". ")[0].rstrip("."),
             description=about,
             epilog="examples:\n" + "\n".join(f"  minite {name} {example}".rstrip() for example in examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,

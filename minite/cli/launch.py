@@ -32,12 +32,14 @@ def launch(args: argparse.Namespace) -> int:
         print(f"resume after rollout {found.rollout}: plan {plan.digest[:12]}, mean abs gap there {gap:.3g} nats")
     else:
         resume.check_new(config)
+    checkpoint = config.model.checkpoint
+    assert checkpoint is not None, "files.prepare refuses a recipe without"
     own = config.slime.quantization == "minite"
     if not args.dry_run and not own:
-        refuse.check_checkpoint(Path(config.slime.checkpoint or config.model.checkpoint or ""), plan)
+        refuse.check_checkpoint(Path(config.slime.checkpoint or checkpoint), plan)
     files.write(prepared, directory)
     if own:
-        engine.copy_tokenizer(Path(config.model.checkpoint or ""), directory)
+        engine.copy_tokenizer(Path(checkpoint), directory)
     print(prepared.files["command.sh"], end="")
     print(f"# written to {directory}")
     if args.dry_run:

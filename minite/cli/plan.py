@@ -23,12 +23,21 @@ def plan(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.override)
     resolved = resolve_plan(config)
     if args.memory is not None:
+        if args.json:
+            raise UserError("plan: got --memory and --json; give one of them")
         from minite.config.memory import table
 
         print(table(config, resolved, args.memory))
         return 0
     print(resolved.to_json() if args.json else resolved.table(), end="" if args.json else "\n")
     return 0
+
+
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no memory of a GPU, expected GiB such as 268")
+    return value
 
 
 def add(command: Command) -> None:
@@ -44,7 +53,7 @@ def add(command: Command) -> None:
     added.add_argument("--json", action="store_true", help="the whole plan, one entry per linear, as JSON")
     added.add_argument(
         "--memory",
-        type=float,
+        type=_gib,
         metavar="GIB",
         help="what a GPU of this memory would hold, computed from shapes and parallel sizes (B300: 268, H200: 131)",
     )

@@ -87,7 +87,7 @@ def third_party_env(plan: PrecisionPlan) -> dict[str, str]:
         "NVTE_USE_FAST_MATH": "0",  # fast math scales in BF16 and flips 0.35 % of the codes
         "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH": "1",  # approximate reciprocals; two names for two code paths
         "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH": "1",
-        "NVTE_NVFP4_DISABLE_RHT": "1",  # no plan asks for either yet
+        "NVTE_NVFP4_DISABLE_RHT": "1",  # launch.te refuses plans with gradients in NVFP4, which need both
         "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
         "NVTE_BACKWARD_OVERRIDE": _one_choice("backward", nvfp4, _backward),
     }

@@ -47,7 +47,7 @@ class PrecisionPlan:
     lm_head_dtype: str
     alignment: str
     backend: str  # as the recipe asks: "auto" or a backend's name
-    digest: str  # of everything that changes a number; equal digests mean equal numerics
+    digest: str  # of all that changes a number, but for what "auto" takes on a machine: checkpoints keep that
 
     @cached_property
     def _by_name(self) -> dict[str, PlanEntry]:

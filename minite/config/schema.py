@@ -260,4 +260,4 @@ class RunConfig:
 
     def where(self, path: str) -> str:
         """Where the setting at ``path`` was written, for the start of an error message."""
-        return self.sources.get(path, "default")
+        return self.sources.get(path, "the default")

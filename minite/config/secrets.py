@@ -17,10 +17,12 @@ def looks_secret(name: str) -> bool:
 
 def check_secrets(config: RunConfig) -> None:
     """Raises UserError for one in the arguments for slime, which does not repeat it."""
+    where = config.where("slime.extra")
+    place = "-o slime.extra=***" if where.startswith("-o") else where  # an override's place is its text
     for word in config.slime.extra:
         flag = word.partition("=")[0]
         if flag.startswith("-") and looks_secret(flag):
             raise UserError(
-                f"slime.extra has {flag}: recipes are copied and logged; leave it out "
+                f"{place}: slime.extra has {flag}: recipes are copied and logged; leave it out "
                 "and set what it says in the environment, as WANDB_API_KEY or HF_TOKEN"
             )

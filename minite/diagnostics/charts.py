@@ -81,7 +81,7 @@ SUMMARY: tuple[tuple[str, str, str], ...] = (
     ("correction/dropped_frac", "Dropped tokens", "fraction"),
     ("loss/clip_frac", "Clip fraction", "fraction"),
     (TIME_TOTAL, "Time of a step", "s"),
-    ("sync/seconds", "Weight sync", "s"),
+    ("time/sync", "Weight sync", "s"),
 )
 
 

@@ -48,7 +48,7 @@ def find_slot(config: RunConfig) -> Slot:
             f"{needed} CPUs, got {cpus}: lower learner.*_parallel or sampler.count, or let them share cores with "
             f"-o driver.num_cpus={needed}"
         )
-    on_gpu = (use_cuda(config.learner.device), use_cuda(config.sampler.device))
+    on_gpu = (use_cuda(config, "learner"), use_cuda(config, "sampler"))
     wanted = learners * on_gpu[0], samplers * on_gpu[1]
     gpus, missing = torch.cuda.device_count(), max(wanted) if colocated else sum(wanted)
     if missing > gpus:

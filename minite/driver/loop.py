@@ -53,6 +53,8 @@ def resume(run_dir: Path, overrides: Sequence[str] = ()) -> None:
         if done >= steps:
             raise UserError(f"{run_dir} is finished ({done} of {steps} steps): raise it with -o driver.steps=N")
         print(f"resuming from {checkpoint.shown(folder)}")
+        if folder:
+            job.check_backend(folder, checkpoint.read_run_state(folder))
         rundir.keep(run_dir, job.config)
         _go(job, folder)
 
@@ -66,6 +68,8 @@ def _go(job: Job, folder: Path | None) -> None:
     with contextlib.closing(job), prometheus(job.config) as served, cluster(job.config):
         view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")
         view.note(f"plan {job.plan.digest[:12]}, {job.plan.alignment}; GEMMs: {job.backend}; starting the learner")
+        for line in job.refused:
+            view.note(f"  {line}")
         failed = 0.0  # when the last failure was seen
         while not _attempt(job, folder, failed, served):
             failed, folder = time.perf_counter(), checkpoint.choose(run_dir, view.note)
@@ -109,7 +113,7 @@ class Run:
         start = self.run_dir / rundir.START
         if start.is_dir():
             self.learners.load_hf(start)
-        self.recovery = job.recovery
+        self.backend, self.recovery = job.backend, job.recovery
         self.samplers.use_plan(job.plan)
         self.rollouts = Rollouts(
             job.config, job.plan.digest, self.samplers, job.tokenizer, job.task, job.scorer, job.view.note
@@ -149,7 +153,6 @@ class Run:
                 self._watch()
         with self._timed("sync"):
             self._sync()
-        self.values["sync/seconds"] = self.values["time/sync"]
         if self._due(self.config.driver.eval_every):
             with self._timed("eval"):
                 self._evaluate()
@@ -261,6 +264,7 @@ class Run:
             "step": self.step,
             "weight_digest": self.rollouts.version.weight_digest,
             "plan_digest": self.plan.digest,
+            "backend": self.backend,
             "triage": self.triage.state_dict(),
             "watch": self.watch.state_dict(),
             "rollouts": self.rollouts.state_dict(),

@@ -38,13 +38,17 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: Path, view: ProgressView, exporters: Sequence[Exporter] = (), *, after_step: int | None = None
+        self,
+        run_dir: Path,
+        view: ProgressView | None,
+        exporters: Sequence[Exporter] = (),
+        *,
+        after_step: int | None = None,
     ) -> None:
         path = run_dir / METRICS_FILE
         self.repairs = {} if after_step is None else truncate_after(path, after_step)
         self._file = path.open("a", encoding="utf-8")
-        self._view = view
-        self._exporters = exporters  # whoever opened them closes them
+        self._view, self._exporters = view, exporters  # whoever opened them closes them
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step. A value that is not finite is null in the file, as JSON has no word for it."""
@@ -59,12 +63,12 @@ class MetricsWriter:
             ) from None
         for exporter in self._exporters:
             exporter.write(step, metrics)
-        self._view.update(step, metrics)
+        if self._view is not None:
+            self._view.update(step, metrics)
 
     def close(self) -> None:
         with suppress(OSError):  # write has told of it
             self._file.close()
-        self._view.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

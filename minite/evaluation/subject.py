@@ -58,7 +58,7 @@ def load(checkpoint: Path, config: RunConfig) -> Subject:
     tokenizer, plan = make_tokenizer(config), resolve_plan(config)
     read, dtype = hf.reader(checkpoint, config), MODEL_DTYPES[config.model.dtype]
     shapes = get_model(config.model.kind).hf_tensors(config.model)
-    engine = EmbeddedEngine(config, plan, "cuda" if use_cuda(config.sampler.device) else "cpu")
+    engine = EmbeddedEngine(config, plan, "cuda" if use_cuda(config, "sampler") else "cpu")
     named = ((name, read(name, shape).to(engine.device, dtype)) for name, shape in shapes.items())
     buckets, version = package(pack(plan, named, engine.model.backend, shapes=shapes), 0, plan.digest)
     update_weights(engine, buckets, version)

@@ -20,6 +20,8 @@ TASKS: dict[str, Task] = {"text": text, "greedy": greedy, "heldout": heldout}
 
 def find(names: Sequence[str], limit: int | None = None) -> dict[str, Task]:
     """Tasks by name; those of lm-eval with their data, ``limit`` items at most. UserError for an unknown one."""
+    if limit is not None and not any(name.startswith(PREFIX) for name in names):
+        raise UserError(f"--limit: only tasks of lm-eval take it, got --tasks {' '.join(names)}; remove it")
     found: dict[str, Task] = {}
     for name in names:
         if name.startswith(PREFIX):

@@ -66,6 +66,12 @@ def _check_recipe(config: RunConfig, plan: PrecisionPlan) -> None:
         if got not in expected:
             words = " or ".join("[]" if one == () else str(one) for one in expected)
             raise UserError(f"{config.where(path)}: {path} is {got!r}, but minite launch needs {words}: {why}")
+    theta = config.model.rope_theta
+    if theta != int(theta):
+        raise UserError(
+            f"{config.where('model.rope_theta')}: model.rope_theta is {theta!r}, but Megatron's --rotary-base takes "
+            "whole numbers only"
+        )
     if config.model.checkpoint is None:
         raise UserError("model.checkpoint: not set; slime starts from a BF16 Hugging Face directory, set it")
 

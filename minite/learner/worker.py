@@ -45,7 +45,7 @@ class LearnerWorker:
         master_port: int,
     ) -> None:
         self.config = run_config
-        self.device = _device(run_config.learner.device, rank)
+        self.device = _device(run_config, rank)
         cpu_compat.install(self.device.type)
         cpu_compat.mute()
         # Megatron enters the process here, now that it is fit for the device.
@@ -226,8 +226,8 @@ class LearnerWorker:
         return dict(zip(sums, values.tolist(), strict=True))
 
 
-def _device(asked: str, rank: int) -> torch.device:
+def _device(run_config: RunConfig, rank: int) -> torch.device:
     """The device of this rank. With one visible GPU per process (Ray) that is GPU 0."""
-    if not use_cuda(asked):
+    if not use_cuda(run_config, "learner"):
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())

@@ -38,7 +38,7 @@ def group_advantage(reward_S: Tensor, group_S: Tensor, normalize_std: bool) -> T
 
 
 def has_signal(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """Whether a response's group holds at least two different rewards. bool [S]; dynamic sampling keeps these."""
+    """Whether a response's group holds at least two different rewards, as driver.buffer.Group.flat asks. bool [S]."""
     index_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)[1:]
     empty_G = torch.zeros(count_G.numel(), dtype=reward_S.dtype, device=reward_S.device)
     highest_G = empty_G.scatter_reduce(0, index_S, reward_S, "amax", include_self=False)

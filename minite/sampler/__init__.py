@@ -14,7 +14,7 @@ def make_engine(config: RunConfig, plan: PrecisionPlan) -> Engine:
     from minite.backends.device import use_cuda
 
     check_engine(config)
-    device = "cuda" if use_cuda(config.sampler.device) else "cpu"
+    device = "cuda" if use_cuda(config, "sampler") else "cpu"
     if config.sampler.kind == "sglang":
         from minite.sampler.sglang.engine import SglangEngine
 
@@ -32,4 +32,4 @@ def check_engine(config: RunConfig) -> None:
         from minite.sampler.sglang.compat import compat
 
         compat()
-        launch.check(config, "cuda" if use_cuda(config.sampler.device) else "cpu")
+        launch.check(config, "cuda" if use_cuda(config, "sampler") else "cpu")

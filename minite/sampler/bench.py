@@ -78,7 +78,7 @@ def table(rows: list[Row], config: RunConfig) -> str:
 
 def _update(engine: Engine, config: RunConfig, plan: PrecisionPlan) -> float:
     """Give the engine random weights. Seconds from the first packed byte sent to the last verified."""
-    device = "cuda" if use_cuda(config.sampler.device) else "cpu"
+    device = "cuda" if use_cuda(config, "sampler") else "cpu"
     backend = get_backend(plan.backend, device=device, strict=plan.alignment == "strict")
     shapes = get_model(config.model.kind).hf_tensors(config.model)
     buckets, version = package(pack(plan, _weights(config, device), backend, shapes=shapes), 0, plan.digest)

@@ -132,7 +132,7 @@ ERRORS = {
     "tensor-wide and aligned": (
         "precision:\n  formats:\n    f: {weight: nvfp4_1d, input: nvfp4_tensor}\n  rules:\n"
         '    - {match: "**.o_proj", use: f}\n    - {match: "**", use: bf16}\n',
-        "default: precision.alignment is aligned, but format 'f' (",
+        "the default: precision.alignment is aligned, but format 'f' (",
     ),
     "fp8 cache and aligned": (
         "precision:\n  kv_cache: fp8\n  alignment: strict\n",

@@ -66,7 +66,7 @@ def test_rules_of_an_extended_file_keep_their_place(tmp_path):
     plan = resolve_plan(load_recipe(write(tmp_path, "extends: [prec.yaml]\n" + MOE)))
     assert plan["lm_head"].rule.endswith("prec.yaml:6: rule 0 (match ** -> bf16)")
     plan = resolve_plan(load_recipe(write(tmp_path, MOE)))
-    assert plan["lm_head"].rule == "default: rule 0 (match ** -> bf16)"
+    assert plan["lm_head"].rule == "the default: rule 0 (match ** -> bf16)"
 
 
 @pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])

@@ -17,6 +17,7 @@ from minite.driver.metrics import truncate_after
 from minite.errors import UserError
 from tests.driver.tiny_run import config
 
+STATE = {"step": 3, "weight_digest": "0", "plan_digest": "0", "triage": {}, "watch": {}, "rollouts": {}}
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -31,7 +32,7 @@ def sound(tmp_path_factory):
     run_config = config(folder)
     rundir.create(folder / "run", run_config, resolve_plan(run_config))
     for step in (2, 4):
-        checkpoint.write_checkpoint(folder / "run", step, _parts, {"step": step})
+        checkpoint.write_checkpoint(folder / "run", step, _parts, STATE | {"step": step})
     (folder / "run" / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
     return folder / "run"
 
@@ -161,9 +162,6 @@ def test_any_damage_to_any_file_is_a_line_or_harmless(run, capsys):
         err = capsys.readouterr().err
         assert err.count("\n") == (1 if ended[-1] == 2 else 0) and len(err) < 1500
     assert set(ended) == {2, "step_00000002", "step_00000004"}
-
-
-STATE = {"step": 3, "weight_digest": "0", "plan_digest": "0", "triage": {}, "watch": {}, "rollouts": {}}
 
 
 @pytest.mark.parametrize("key", STATE)

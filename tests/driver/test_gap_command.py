@@ -12,7 +12,7 @@ import pytest
 
 from minite.cli import main
 from minite.config import load_recipe, resolve_plan
-from minite.driver import rundir
+from minite.driver import checkpoint, rundir
 from minite.driver.gap import local
 from minite.driver.gap.causes import allowed, changes
 from minite.driver.gap.local import pair
@@ -80,6 +80,18 @@ def test_a_run_gives_its_newest_weights(tmp_path: Path) -> None:
     begun = digest()
     assert begun != random
     assert notes[-1] == f"weights: {run / rundir.START}, the run has no checkpoint yet"
+
+
+def test_a_run_whose_checkpoints_do_not_serve_is_refused(tmp_path: Path) -> None:
+    """As by a resume: neither the weights that it began with instead, nor a traceback."""
+    config, run = load_recipe(recipe(tmp_path)), tmp_path / "run"
+    rundir.create(run, config, resolve_plan(config))
+    folder = checkpoint.write_checkpoint(run, 2, lambda folder: None, {"step": 2})
+    with pytest.raises(UserError, match="step_00000002: state.json has no 'weight_digest'"):
+        open_subject(run, [], None, print)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
+        open_subject(run, [], None, print)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("tiny_*.yaml")), ids=lambda p: p.stem)

@@ -95,6 +95,16 @@ def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
     assert [line["step"] for line in read(tmp_path)] == [6]
 
 
+def test_a_view_is_closed_by_whoever_opened_it_and_need_not_be(tmp_path: Path) -> None:
+    view, _ = make_view(terminal=True)
+    with MetricsWriter(tmp_path, view) as writer:
+        writer.write(0, {})
+    assert view._live is not None
+    view.close()
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {})
+
+
 def test_view_off_a_terminal_prints_one_line_a_step() -> None:
     view, screen = make_view()
     view.note("loading")

@@ -64,7 +64,7 @@ def test_one_line_a_step_with_documented_keys(whole):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record.pop("step") for record in records] == list(range(STEPS + 1))
     assert [undocumented(record) for record in records] == [[]] * (STEPS + 1)
-    wanted = "reward/mean accuracy/heldout gap/abs_mean gap/abs_max gap/p99 gap/p1 entropy/mean ratio/ess sync/seconds"
+    wanted = "reward/mean accuracy/heldout gap/abs_mean gap/abs_max gap/p99 gap/p1 entropy/mean ratio/ess"
     phases = "rollout logprob train sync eval step"
     for record in records[1:]:
         assert not set(wanted.split()) - set(record)

@@ -121,9 +121,51 @@ def test_learner_and_sampler_must_compute_alike(tmp_path, monkeypatch):
     """On a machine with a GPU, a learner left on the CPU would be another backend than its sampler's."""
     run_config = config(tmp_path, "learner.device=cpu", "precision.backend=reference")
     assert job.Job(run_config, resolve_plan(run_config), tmp_path).backend.startswith("reference")
-    monkeypatch.setattr(job, "use_cuda", lambda choice: choice != "cpu")
+    monkeypatch.setattr(job, "use_cuda", lambda config, role: getattr(config, role).device != "cpu")
     with pytest.raises(UserError, match="alignment is aligned, but the learner .* on cpu and the sampler .* on cuda"):
         job.Job(run_config, resolve_plan(run_config), tmp_path)
+
+
+def test_why_auto_took_no_better_backend_is_told(tmp_path):
+    run_config = config(tmp_path, "learner.device=cpu", "sampler.device=cpu")
+    made = job.Job(run_config, resolve_plan(run_config), tmp_path)
+    assert made.backend == "cpu (emulated) on cpu"
+    assert made.refused == [f"not {name}: runs on CUDA devices, not on cpu" for name in ("native", "triton")]
+    run_config = config(tmp_path, "learner.device=cpu", "sampler.device=cpu", "precision.backend=reference")
+    assert job.Job(run_config, resolve_plan(run_config), tmp_path).refused == []
+
+
+def test_a_gpu_that_is_not_there_is_missed_by_the_setting_that_asks_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run_config = config(tmp_path, "sampler.device=cuda")
+    with pytest.raises(UserError, match="-o sampler.device=cuda: sampler.device is 'cuda', but torch sees no GPU here"):
+        job.Job(run_config, resolve_plan(run_config), tmp_path)
+
+
+STATE = {"step": 3, "weight_digest": "0", "plan_digest": "0", "triage": {}, "watch": {}, "rollouts": {}}
+
+
+@pytest.mark.parametrize("alignment", ["aligned", "strict"])
+def test_a_resume_on_another_backend_is_told_or_in_strict_refused(tmp_path, monkeypatch, capsys, alignment):
+    """The plan says auto, so its digest is the same on every machine."""
+    run_config = config(tmp_path, f"precision.alignment={alignment}", "learner.device=cpu", "sampler.device=cpu")
+    run, plan = tmp_path / "run", resolve_plan(run_config)
+    rundir.create(run, run_config, plan)
+    here, started = job.Job(run_config, plan, run).backend, []
+    monkeypatch.setattr(loop, "_go", lambda job, folder: started.append(folder.name))
+    for backend in ({}, {"backend": here}):  # checkpoints of before do not say
+        checkpoint.write_checkpoint(run, 3, lambda folder: None, STATE | backend)
+        loop.resume(run)
+    assert started == ["step_00000003"] * 2 and "was computed with" not in capsys.readouterr().out
+    checkpoint.write_checkpoint(run, 3, lambda folder: None, STATE | {"backend": "triton (emulated) on cuda"})
+    before = (run / "config.json").read_bytes()
+    if alignment == "strict":
+        with pytest.raises(UserError, match=r"with triton \(emulated\) on cuda, here it would go on with .* on cpu"):
+            loop.resume(run, ["driver.steps=9"])
+        assert len(started) == 2 and (run / "config.json").read_bytes() == before
+    else:
+        loop.resume(run)
+        assert "computed with triton (emulated) on cuda, the run goes on with cpu" in capsys.readouterr().out
 
 
 def test_shapes_that_the_machines_backend_cannot_take_are_said_before_anything_starts(tmp_path, monkeypatch):

@@ -98,6 +98,7 @@ REFUSED = [
     (["driver.placement=separate", "driver.ahead=1"], "driver.ahead is 1"),
     (["correction.unhealthy=skip"], "correction.unhealthy is 'skip', but minite launch needs warn or stop"),
     (["precision.alignment=strict"], "precision.alignment is 'strict'"),
+    (["model.rope_theta=1000000.7"], "model.rope_theta is 1000000.7, but Megatron's --rotary-base"),
     (["warm_start.steps=5"], "warm_start.steps is 5"),
     (["learner.tensor_parallel=2"], "= 16 processes, but slime starts one on each of 8 GPUs"),
     (["sampler.count=4"], "= 4 GPUs, but colocated engines take all 8; set sampler.count: 8"),

@@ -68,7 +68,11 @@ def test_a_quantized_directory_is_refused_before_anything_is_read(tmp_path, part
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("rope_theta", 5e5, "default: model.rope_theta is 1000000.0, but .*config.json says 500000.0; set model.rope_"),
+        (
+            "rope_theta",
+            5e5,
+            "the default: model.rope_theta is 1000000.0, but .*config.json says 500000.0; set model.rope_",
+        ),
         ("rms_norm_eps", 1e-5, "model.rms_norm_eps is 1e-06, but .* says 1e-05"),
         ("num_experts_per_tok", 3, "model.experts_per_token is 2, but .* says 3; set model.experts_per_token: 3 or"),
         ("tie_word_embeddings", True, "model.tie_word_embeddings is False, but .* says True"),

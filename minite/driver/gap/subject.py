@@ -39,8 +39,8 @@ def open_subject(path: Path, overrides: Sequence[str], prompts: Path | None, not
     """
     if path.is_dir():
         config, begun = rundir.load(path, overrides)
-        folder = _newest_checkpoint(path, note)
-        plan = plan_at(config, begun, checkpoint.read_state(folder)) if folder else begun
+        folder = checkpoint.choose(path, note)
+        plan = plan_at(config, begun, checkpoint.read_run_state(folder)) if folder else begun
     else:
         config = load_recipe(path, overrides)
         plan = resolve_plan(config)
@@ -92,13 +92,6 @@ def _prompt(index: int, text: str, config: RunConfig, tokenizer: Tokenizer) -> P
     if not 0 < len(tokens) <= room:
         raise UserError(f"--prompts: {text[:40]!r} has {len(tokens)} tokens; expected 1 to {room}")
     return Prompt(index, Example(text, "", text), tokens)
-
-
-def _newest_checkpoint(run_dir: Path, note: Note) -> Path | None:
-    folder, damaged = checkpoint.newest_valid(run_dir)
-    for line in damaged:
-        note(f"damaged checkpoint {line}")
-    return folder
 
 
 def _weights_of_run(run_dir: Path, folder: Path | None, note: Note) -> Load:
