@@ -33,7 +33,7 @@ def test_extends_merges_left_to_right_under_the_file(tmp_path):
     assert config.where("algo.minibatches").endswith("recipes/base/a.yaml:1")
     assert config.where("algo.group_size").endswith("recipes/base/b.yaml:1")
     assert config.where("algo.clip_low").endswith("recipes/r.yaml:2")
-    assert config.where("algo.clip_high") == "default"
+    assert config.where("algo.clip_high") == "the default"
 
 
 def test_extends_finds_the_recipes_folder_above_and_the_shipped_recipes(tmp_path):
