@@ -31,6 +31,7 @@ _INSTEAD = {
     "learner.device": "slime runs on GPUs",
     "sampler.device": "slime runs on GPUs",
     "sampler.kv_tokens": "slime.memory_fraction sizes the cache of SGLang's own method",
+    "sampler.server": "slime starts its engines as HTTP servers anyway",
     "sampler.tensor_parallel": "slime.gpus_per_engine is that of slime's engines",
     "algo.max_resample": "slime samples until the batch is full",
     "driver.eval_every": "slime evaluates only with slime.eval_data",
