@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minite.sync.errors import SyncError
 from minite.types import WeightVersion
 
 
@@ -93,10 +92,3 @@ def update_weights(engine: Engine, buckets: Iterable[Mapping[str, Tensor]], vers
     for bucket in buckets:
         engine.load_bucket(bucket)
     return engine.finish_update()
-
-
-def under_way(incoming: WeightVersion | None, call: str) -> WeightVersion:
-    """The version of the update that ``call`` is part of. SyncError when none has begun."""
-    if incoming is None:
-        raise SyncError(f"{call} without begin_update; announce the version first")
-    return incoming

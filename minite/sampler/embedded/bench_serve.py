@@ -41,7 +41,7 @@ def random_engine(config: RunConfig, batch: int, length: int) -> EmbeddedEngine:
         for buffer in linear.buffers.values():
             _fill(buffer)
     engine.model.prepare()
-    engine._version = WeightVersion(0, engine.plan.digest, "random")
+    engine._gate.version = WeightVersion(0, engine.plan.digest, "random")
     return engine
 
 

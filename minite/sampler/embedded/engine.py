@@ -19,9 +19,9 @@ from minite.sampler.embedded.kv_cache import Decode, KVCache, Prefill, Score
 from minite.sampler.embedded.model import Model
 from minite.sampler.embedded.sampling import BatchParams, request_seed, sample, uniform
 from minite.sampler.embedded.scheduler import Scheduler, Sequence
-from minite.sampler.engine import Completion, EngineStats, Request, under_way
+from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sampler.gate import UpdateGate
 from minite.sync.clock import Clock
-from minite.sync.errors import SyncError
 from minite.sync.transport import MANIFEST, from_wire, read_manifest
 from minite.types import WeightVersion
 
@@ -55,11 +55,9 @@ class EmbeddedEngine:
         self.graphs = DecodeGraphs(self.model, self.cache, self.scale, sampler.max_batch) if graphed else None
         self._params: tuple[list[Sequence], BatchParams] | None = None  # of the sequences last sampled
         self._stats = EngineStats(kv_tokens_total=sampler.kv_tokens)
-        self._version: WeightVersion | None = None  # of the weights that may be used
-        self._incoming: WeightVersion | None = None  # of the update under way
+        self._gate = UpdateGate(plan.digest)
         self._manifest: dict[str, str] | None = None
         self._clock = Clock(self.device)
-        self._refusal = "no weights were loaded yet"
         self._abort: set[str] = set()
         self._abort_lock = threading.Lock()
         self._generating = threading.Lock()
@@ -68,7 +66,7 @@ class EmbeddedEngine:
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run the requests to their end; completions in request order. UserError for a request that cannot be run."""
-        self._check_weights("generate")
+        self._gate.require("generate")
         if not self._generating.acquire(blocking=False):
             raise UserError("generate is already running; hand all requests to one call, or wait for it")
         try:
@@ -94,7 +92,7 @@ class EmbeddedEngine:
 
     def scores(self, sequences: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """``logprobs``, and with them whether a token is the likeliest: [length - 1] bool on the CPU."""
-        self._check_weights("score")
+        self._gate.require("score")
         limit = min(PREFILL_TOKENS, SCORE_LOGITS // self.config.model.vocab_size)
         batch: list[list[int]] = []
         for i, sequence in enumerate(sequences):
@@ -114,10 +112,6 @@ class EmbeddedEngine:
         likeliest_T = (logits_TV[:-1].argmax(-1) == token_T[1:]).cpu()
         ends = cu_seqlens.tolist()
         return [(logprob_T[a : b - 1], likeliest_T[a : b - 1]) for a, b in zip(ends, ends[1:], strict=False)]
-
-    def _check_weights(self, what: str) -> None:
-        if self._version is None:
-            raise SyncError(f"refusing to {what}: {self._refusal}")
 
     @torch.inference_mode()
     def _step(self) -> list[Sequence]:
@@ -198,39 +192,27 @@ class EmbeddedEngine:
         return ended
 
     def _complete(self, sequence: Sequence) -> Completion:
-        assert sequence.finish_reason is not None and self._version is not None
+        assert sequence.finish_reason is not None
         experts = None
         if self.config.model.num_experts and sequence.start >= 0:
             experts = self.cache.read_experts(sequence.start, sequence.length - 1)
         request = sequence.request
         return Completion(
             request.request_id, request.prompt_tokens, sequence.tokens, sequence.logprobs, sequence.finish_reason,
-            self._version, experts,
+            self._gate.require("generate"), experts,
         )  # fmt: skip
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def begin_update(self, version: WeightVersion) -> None:
         """Start loading new weights; the old ones are gone from here on. SyncError while requests are live."""
-        live = self.scheduler.live_ids()
-        if live:
-            raise SyncError(
-                f"cannot update weights while {len(live)} requests are live; abort() them or let generate() return"
-            )
-        self._version, self._incoming, self._manifest = None, None, None
-        if version.plan_digest != self.plan.digest:
-            self._refusal = (
-                f"the weights of step {version.step} were made under another precision plan: "
-                f"theirs {version.plan_digest}, this engine's {self.plan.digest}; start both from one recipe"
-            )
-            raise SyncError(self._refusal)
-        self._incoming, self._clock = version, Clock(self.device)
-        self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
+        self._gate.announce(version, len(self.scheduler.live_ids()))
+        self._gate.incoming, self._manifest, self._clock = version, None, Clock(self.device)
         self.model.weights.loaded.clear()
 
     def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors of one bucket, on the wire or plain. SyncError names one that does not belong."""
-        under_way(self._incoming, "load_bucket")
+        self._gate.under_way("load_bucket")
         with self._clock.timed("load"):
             named = from_wire(tensors)
             manifest = named.pop(MANIFEST, None)
@@ -240,23 +222,18 @@ class EmbeddedEngine:
 
     def finish_update(self) -> str:
         """Verify what is held and make it usable. Returns its digest; SyncError when it is not the announced one."""
-        version, self._incoming = under_way(self._incoming, "finish_update"), None
-        try:
+        with self._gate.finishing() as version:
             with self._clock.timed("verify"):
                 held = self.model.weights.verify(version.weight_digest, self._manifest)
             with self._clock.timed("prepare"):
                 self.model.prepare()
-        except SyncError as error:
-            self._refusal = f"the update to the weights of step {version.step} failed: {error}"
-            raise
-        self._version = version
         self._stats.weight_updates += 1
         self._stats.update_seconds = self._clock.seconds
         return held
 
     def weight_version(self) -> WeightVersion | None:
         """Version of the weights in use; None when there are none that may be used."""
-        return self._version
+        return self._gate.version
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

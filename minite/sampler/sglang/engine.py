@@ -23,7 +23,8 @@ from minite.config.plan import PrecisionPlan
 from minite.config.schema import RunConfig
 from minite.errors import UserError
 from minite.sampler.embedded.sampling import request_seed
-from minite.sampler.engine import Completion, EngineStats, Request, under_way
+from minite.sampler.engine import Completion, EngineStats, Request
+from minite.sampler.gate import UpdateGate
 from minite.sampler.limits import check_request
 from minite.sampler.sglang import launch, proof, shards
 from minite.sampler.sglang.compat import checked, compat
@@ -59,9 +60,7 @@ class SglangEngine:
             else:
                 self.sglang = make_engine(options)
         self._stats = EngineStats(kv_tokens_total=run_config.sampler.kv_tokens)
-        self._version: WeightVersion | None = None  # of the weights that may be used
-        self._incoming: WeightVersion | None = None  # of the update under way
-        self._refusal = "no weights were loaded yet"
+        self._gate = UpdateGate(plan.digest)
         self._live: dict[str, Request] = {}
         self._generating = threading.Lock()
         self._clock = Clock()  # of the last weight update
@@ -79,8 +78,7 @@ class SglangEngine:
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run the requests to their end; completions in request order. UserError for a request that cannot be run."""
-        if self._version is None:
-            raise SyncError(f"refusing to generate: {self._refusal}")
+        version = self._gate.require("generate")
         if not requests:
             return []
         if not self._generating.acquire(blocking=False):
@@ -96,7 +94,7 @@ class SglangEngine:
                 return_logprob=True,
                 return_routed_experts=bool(self.config.model.num_experts),
             )
-            return [self._complete(r, a) for r, a in zip(requests, answers, strict=True)]
+            return [self._complete(r, a, version) for r, a in zip(requests, answers, strict=True)]
         finally:
             self._live.clear()
             self._generating.release()
@@ -115,8 +113,7 @@ class SglangEngine:
             "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,  # the same 64 bits, signed
         }
 
-    def _complete(self, request: Request, answer: Mapping[str, Any]) -> Completion:
-        assert self._version is not None
+    def _complete(self, request: Request, answer: Mapping[str, Any], version: WeightVersion) -> Completion:
         info, tokens = answer["meta_info"], list(answer["output_ids"])
         self._count(request, tokens, info["finish_reason"]["type"])
         record = info.get("routed_experts")  # none for a dense model, and for a request aborted before it ran
@@ -129,7 +126,7 @@ class SglangEngine:
                 for entry in info.get("output_token_logprobs", ())
             ],
             finish_reason=info["finish_reason"]["type"],
-            weight_version=self._version,
+            weight_version=version,
             routed_experts=None if record is None else self._experts(record),
         )
 
@@ -151,46 +148,29 @@ class SglangEngine:
 
     def begin_update(self, version: WeightVersion) -> None:
         """Start loading new weights; the old ones are gone from here on. SyncError while requests are live."""
-        if self._live:
-            raise SyncError(
-                f"cannot update weights while {len(self._live)} requests are live; "
-                "abort() them or let generate() return"
-            )
-        given_up, self._version, self._incoming = self._incoming is not None, None, None
-        if given_up:  # whoever sent the last update gave up half-way: SGLang's session is still open
+        if self._gate.incoming is not None:  # its sender gave up half-way: the session of SGLang is still open
             with suppress(SyncError):  # unless SGLang has closed it, which it then says
                 self.compat.end_update(self.sglang)
-        if version.plan_digest != self.plan.digest:
-            self._refusal = (
-                f"the weights of step {version.step} were made under another precision plan: "
-                f"theirs {version.plan_digest}, this engine's {self.plan.digest}; start both from one recipe"
-            )
-            raise SyncError(self._refusal)
-        self._refusal = f"the update to step {version.step} (weight digest {version.weight_digest}) did not finish"
+        self._gate.announce(version, len(self._live))
         self._clock = Clock()
         self.compat.begin_update(self.sglang)
-        self._incoming = version
+        self._gate.incoming = version
         self._send({VERSION: text(json.dumps(asdict(version)))})
 
     def load_bucket(self, tensors: Mapping[str, Tensor]) -> None:
         """Pass the tensors of one bucket on, on the wire or plain. What is wrong with them shows in finish_update."""
-        under_way(self._incoming, "load_bucket")
+        self._gate.under_way("load_bucket")
         self._send(tensors)
 
     def finish_update(self) -> str:
         """Close the update, forget all cached prefixes, and have every scheduler prove what it holds."""
-        version, self._incoming = under_way(self._incoming, "finish_update"), None
-        try:
+        with self._gate.finishing() as version:
             with self._clock.timed("flush"):
                 self.compat.end_update(self.sglang)
                 checked(self.sglang.flush_cache, "flush_cache")  # after the last change: no stale prefix survives
             with self._clock.timed("prove"):
                 states = self.states()
             proof.check(states, self.plan, self.backend, version)
-        except SyncError as error:
-            self._refusal = f"the update to the weights of step {version.step} failed: {error}"
-            raise
-        self._version = version
         self._stats.weight_updates += 1
         self._stats.update_seconds = self._phases(states)
         return version.weight_digest
@@ -219,7 +199,7 @@ class SglangEngine:
 
     def load_broadcast(self, group: str, sizes: tuple[int, int]) -> None:
         """``load_bucket`` of what rank 0 of a group broadcasts: DATA, then INDEX of a flat bucket, of so many bytes."""
-        under_way(self._incoming, "load_broadcast")
+        self._gate.under_way("load_broadcast")
         with self._clock.timed("transfer"):
             checked(
                 self.sglang.update_weights_from_distributed,
@@ -233,7 +213,7 @@ class SglangEngine:
 
     def weight_version(self) -> WeightVersion | None:
         """Version of the weights in use; None when there are none that may be used."""
-        return self._version
+        return self._gate.version
 
     def _send(self, tensors: Mapping[str, Tensor]) -> None:
         with self._clock.timed("flatten"):
