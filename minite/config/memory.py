@@ -106,14 +106,7 @@ def engine_memory(config: RunConfig, plan: PrecisionPlan, gpus: int, gpu_bytes: 
     leaves beside the weights.
     """
     m = config.model
-    family = get_model(m.kind)
-    stored = 0.0
-    for name, shape in family.hf_tensors(m).items():
-        entry = plan.get(name.removesuffix(".weight"))
-        size = shape[0] * (shape[1] if len(shape) == 2 else 1)
-        quantized = entry is not None and entry.weight != "bf16"
-        stored += size * (OPERANDS[entry.weight].bits / 8 if entry and quantized else _DTYPE_BYTES[m.dtype])
-    weights = stored / gpus
+    weights = stored_bytes(config, plan) / gpus
     # An FP8 cache has one FP32 scale per token and head beside its values.
     value = 1 + 4 / m.head_dim if plan.kv_cache == "fp8" else _DTYPE_BYTES[m.dtype]
     token = 2 * m.num_layers * m.num_kv_heads * m.head_dim * value / gpus
@@ -121,6 +114,17 @@ def engine_memory(config: RunConfig, plan: PrecisionPlan, gpus: int, gpu_bytes: 
         return EngineMemory(weights, config.sampler.kv_tokens * token, config.sampler.kv_tokens)
     room = max(0.0, config.slime.memory_fraction * gpu_bytes - weights)
     return EngineMemory(weights, room, int(room // token))
+
+
+def stored_bytes(config: RunConfig, plan: PrecisionPlan) -> float:
+    """All weights as the plan stores them: what an engine holds, and what a sync sends, less its manifest."""
+    total = 0.0
+    for name, shape in get_model(config.model.kind).hf_tensors(config.model).items():
+        entry = plan.get(name.removesuffix(".weight"))
+        size = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        quantized = entry is not None and entry.weight != "bf16"
+        total += size * (OPERANDS[entry.weight].bits / 8 if entry and quantized else _DTYPE_BYTES[config.model.dtype])
+    return total
 
 
 def table(config: RunConfig, plan: PrecisionPlan, gpu_gib: float) -> str:

@@ -70,7 +70,9 @@ class _Learner:
         buckets, version = exported
         clock = Clock()
         with clock.timed("put"):  # flat, since each of many views would take its whole storage along
-            refs = [ray.put(flatten(bucket)) for bucket in buckets]
+            refs = []
+            while buckets:  # each is gone from here once it is there
+                refs.append(ray.put(flatten(buckets.pop(0))))
         return refs, version, self.worker.export_seconds | clock.seconds
 
 

@@ -52,7 +52,7 @@ def measure_steps(config: RunConfig, turns: int) -> StepTimes:
     torch.set_num_threads(1)  # of this process, as in the actors: the loss weights are computed here
     config = _bare(config)
     twin = dataclasses.replace(config, precision=PrecisionConfig(alignment=config.precision.alignment))
-    with tempfile.TemporaryDirectory() as folder, cluster(config):
+    with tempfile.TemporaryDirectory() as folder, cluster(twin, resolve_plan(twin)):
         runs = [_start(each, Path(folder)) for each in (config, twin)]
         times: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in runs]
         for turn in range(turns + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -18,13 +19,15 @@ import torch
 from ray._private import ray_constants
 
 from minite.backends.device import use_cuda
-from minite.config import RunConfig, env
+from minite.config import PrecisionPlan, RunConfig, env, memory
 from minite.driver import undertaker
 from minite.errors import ProcessDied, UserError
 from minite.ports import LOOPBACK
 
 STARTS = 3  # of Ray, where the machine is too busy for it
-OBJECT_STORE_BYTES = 256 << 20  # enough for weight buckets and rollouts; Ray's default takes a third of the memory
+OBJECT_STORE_BYTES = 256 << 20  # for rollouts and arguments, beside the weights
+FILLED = 0.8  # of the store; beyond it Ray moves objects to files
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,27 @@ def _cpus(config: RunConfig) -> int:
     return config.driver.num_cpus or len(os.sched_getaffinity(0))
 
 
+def store_bytes(config: RunConfig, plan: PrecisionPlan) -> tuple[int, str | None]:
+    """Size of Ray's object store, and what there is to say of it.
+
+    It takes one whole set of weights, as all buckets of a sync are there at once. Where shared memory has not the room,
+    the store is small and Ray moves buckets to files: slower, but Ray refuses a large store outside of shared memory.
+    """
+    packed = config.sampler.transport == "packed"
+    sent = memory.stored_bytes(config, plan if packed else dataclasses.replace(plan, entries=()))
+    wanted, free = int((sent + OBJECT_STORE_BYTES) / FILLED), shutil.disk_usage(SHARED_MEMORY).free
+    if wanted < free:
+        return wanted, None
+    if sent < FILLED * OBJECT_STORE_BYTES:
+        return OBJECT_STORE_BYTES, None
+    return OBJECT_STORE_BYTES, (
+        f"each sync moves {sent / memory.GIB:.1f} GiB of weights through files in /tmp: Ray's object store would need "
+        f"{wanted / memory.GIB:.1f} GiB of {SHARED_MEMORY}, which has {free / memory.GIB:.1f} free; give it more"
+    )
+
+
 @contextlib.contextmanager
-def cluster(config: RunConfig) -> Iterator[None]:
+def cluster(config: RunConfig, plan: PrecisionPlan) -> Iterator[None]:
     """A Ray of its own on this machine for the time of a run, shut down whatever happens.
 
     A caller that has called ray.init itself keeps its Ray, before and after.
@@ -88,7 +110,7 @@ def cluster(config: RunConfig) -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="minite-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
     keep, waiting, others = False, None, psutil.Process().children(recursive=True)
     try:
-        _init_ray(_cpus(config), folder)
+        _init_ray(_cpus(config), store_bytes(config, plan)[0], folder)
         waiting = _start_undertaker(folder, others)
         # Ray answers SIGTERM (a batch system's way to stop a job) with a stack dump and an abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -105,7 +127,7 @@ def cluster(config: RunConfig) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)  # Ray itself would leave it for ever
 
 
-def _init_ray(cpus: int, folder: str) -> None:
+def _init_ray(cpus: int, store: int, folder: str) -> None:
     """Start Ray, on loopback. Its own processes get 30 seconds to come up, fixed, which a busy machine may exceed."""
     ray_constants.ENABLE_RAY_CLUSTER = False  # as env.apply_ray_env says; Ray read the variable when it was imported
     for start in range(STARTS):
@@ -114,7 +136,7 @@ def _init_ray(cpus: int, folder: str) -> None:
                 address="local",  # never a cluster that happens to run here
                 num_cpus=cpus,
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=store,
                 logging_level="ERROR",
                 log_to_driver=False,
                 _temp_dir=folder,

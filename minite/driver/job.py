@@ -10,7 +10,7 @@ from minite.backends.registry import explain, get_backend
 from minite.config import PrecisionPlan, RunConfig
 from minite.config.plan_checks import check_backend_shapes
 from minite.config.plan_switch import with_bf16_inputs
-from minite.driver.cluster import find_slot
+from minite.driver.cluster import find_slot, store_bytes
 from minite.driver.data import load_task
 from minite.driver.exporters import check_exporters
 from minite.driver.progress import ProgressView
@@ -37,6 +37,8 @@ class Job:
         self.scorer = Scorer(config.data)
         self.view = ProgressView(config.name, config.driver.steps)
         self.recovery = Recovery(config.driver.retries, self.view.note)
+        if (slow_store := store_bytes(config, plan)[1]) is not None:
+            self.view.note(slow_store)
         if len(self.task.heldout) > len(self.task.train):
             self.view.note(
                 f"data.heldout: {len(self.task.heldout)} questions are held out, only {len(self.task.train)} trained on"

@@ -65,7 +65,7 @@ def _go(job: Job, folder: Path | None) -> None:
     When a learner rank dies or hangs, all processes are made anew and the run goes back to its newest checkpoint.
     """
     run_dir, view = job.run_dir, job.view
-    with contextlib.closing(job), prometheus(job.config) as served, cluster(job.config):
+    with contextlib.closing(job), prometheus(job.config) as served, cluster(job.config, job.plan):
         view.note(f"run directory {run_dir}; if it is stopped, go on with: minite resume {run_dir}")
         view.note(f"plan {job.plan.digest[:12]}, {job.plan.alignment}; GEMMs: {job.backend}; starting the learner")
         for line in job.refused:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from minite.config import resolve_plan
 from tests.driver.tiny_run import config
 
 
@@ -15,7 +16,8 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs find it and leave it running. Eight CPUs, by Ray's books: the actors of several runs are alive at once."""
     from minite.driver.cluster import cluster
 
-    with cluster(config(tmp_path_factory.mktemp("ray"), "driver.num_cpus=8")):
+    run_config = config(tmp_path_factory.mktemp("ray"), "driver.num_cpus=8")
+    with cluster(run_config, resolve_plan(run_config)):
         yield
 
 
