@@ -153,17 +153,6 @@ def table(config: RunConfig, plan: PrecisionPlan, gpu_gib: float) -> str:
     return "\n".join([head, "", *lines])
 
 
-def summary(config: RunConfig, plan: PrecisionPlan, gpu_gib: float) -> str:
-    """One line for the head of a recipe, which a test compares with this."""
-    slime = learner_memory(config, plan, slime=True)
-    engine = engine_memory(config, plan, config.slime.gpus_per_engine, gpu_gib * GIB)
-    parts = ", ".join(f"{name} {_gib(value)}" for name, value in vars(slime).items())
-    return (
-        f"[GiB per GPU of {gpu_gib:g}] training {_gib(slime.total)} = {parts}; "
-        f"rollout {_gib(engine.weights)} weights + {_gib(engine.kv_cache)} KV cache of {engine.kv_tokens:,} tokens"
-    )
-
-
 def _split(family: ModelFamily, name: str) -> bool:
     module = name.removesuffix(".weight")
     if module.endswith("norm"):

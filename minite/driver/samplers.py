@@ -19,7 +19,7 @@ from minite.driver.actors import Exported, Lost, answers, end, named_numbers, pr
 from minite.driver.cluster import Slot
 from minite.driver.recovery import Recovery
 from minite.errors import ProcessDied
-from minite.sampler.engine import Completion, EngineStats, Request, update_weights
+from minite.sampler.engine import Completion, Request, update_weights
 from minite.sync.clock import Clock
 from minite.sync.errors import SyncError
 from minite.sync.flat import unflatten
@@ -52,9 +52,6 @@ class _Sampler:
     def generate(self, requests: list[Request]) -> list[Completion]:
         with named_numbers("sampler"):
             return self.engine.generate(requests)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
 
 
 @dataclass
@@ -138,9 +135,6 @@ class SamplerPool:
 
         completions: list[Completion] = self._answer(share.index, share.actor, share.ref, again, with_weights=True)
         return completions
-
-    def stats(self) -> list[EngineStats]:
-        return self._answers([e.stats.remote() for e in self._engines])
 
     def _step(self, index: int) -> int:
         version = self._versions[index]

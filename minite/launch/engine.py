@@ -14,7 +14,6 @@ from typing import Any
 from minite.config import PrecisionPlan, RunConfig
 from minite.errors import UserError
 from minite.launch.slime_args import Flags
-from minite.models.hf_config import write_hf_config
 from minite.sampler.sglang import launch
 from minite.sampler.sglang.names import METHOD
 
@@ -29,13 +28,8 @@ _SLIMES = {
 
 def engine_files(config: RunConfig, plan: PrecisionPlan, directory: Path) -> dict[str, str]:
     """Name in the launch directory -> text: the model's config.json with the plan in it, and the plan."""
-    plan_file = directory / DIRECTORY / launch.PLAN_FILE
-    quantization = {"quant_method": METHOD, "plan": str(plan_file), "device": "cuda"}
-    hf = {**write_hf_config(config.model), "quantization_config": quantization}
-    return {
-        f"{DIRECTORY}/config.json": json.dumps(hf, indent=1),
-        f"{DIRECTORY}/{launch.PLAN_FILE}": plan.to_json(),
-    }
+    made = launch.model_files(config, plan, "cuda", directory / DIRECTORY)
+    return {f"{DIRECTORY}/{name}": text for name, text in made.items()}
 
 
 def engine_flags(config: RunConfig, plan: PrecisionPlan) -> Flags:

@@ -52,11 +52,10 @@ class EngineStats:
     requests: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
-    decode_steps: int = 0
+    decode_steps: int = 0  # the built-in engine only; SGLang does not tell
     aborted: int = 0
     running: int = 0
-    kv_tokens_used: int = 0
-    kv_tokens_total: int = 0
+    kv_tokens_used: int = 0  # likewise
     weight_updates: int = 0
     update_seconds: dict[str, float] = field(default_factory=dict)  # of the last weight update, by phase
 

@@ -53,22 +53,36 @@ def read_digests(path: Path) -> dict[str, Any]:
     return told
 
 
+def told_by(directory: str | Path) -> dict[str, Any]:
+    """Content of the digest file that minite convert wrote there. UserError for none, or one that is damaged."""
+    path = Path(directory) / DIGEST_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{directory}: has no {DIGEST_FILE}, by which its weights are verified; expected a directory that "
+            "minite convert wrote"
+        )
+    told = read_digests(path)
+    dicts = all(isinstance(told.get(key), dict) for key in ("tensors", "disk_only"))
+    if {"digest", "plan_digest"} - told.keys() or not dicts or told.get("to") not in TARGETS:
+        raise UserError(f"{path}: not what minite convert writes; copy it again")
+    return told
+
+
+def every_tensor(directory: str | Path) -> Checkpoint:
+    """A reader of all tensors in a converted checkpoint, those for miniTE alone too. UserError for a damaged one."""
+    reader = Checkpoint(directory)
+    if (Path(directory) / AMAX_FILE).exists():
+        reader.add_file(AMAX_FILE)
+    return reader
+
+
 def verify_directory(directory: str | Path, progress: Progress | None = None) -> str | None:
     """Read every tensor of a converted checkpoint and compare with its digest file.
 
     Returns None when all are as they were written, else one line that names the first tensor that is not.
     Raises UserError without a digest file, or for one that is damaged.
     """
-    path = Path(directory) / DIGEST_FILE
-    if not path.is_file():
-        raise UserError(f"{directory}: has no {DIGEST_FILE} to verify against; only minite convert writes one")
-    told = read_digests(path)
-    tensors, others = told.get("tensors"), told.get("disk_only")
-    if told.get("to") not in TARGETS or not isinstance(tensors, dict) or not isinstance(others, dict):
-        raise UserError(f"{path}: not what minite convert writes; copy it again")
-    reader = Checkpoint(directory)
-    if (Path(directory) / AMAX_FILE).exists():
-        reader.add_file(AMAX_FILE)
+    told, reader = told_by(directory), every_tensor(directory)
     sent, disk_only = Digest(), Digest()
     total, done = sum(reader.slot(name).nbytes for name in reader.names), 0
     for name in sorted(reader.names):
@@ -81,7 +95,7 @@ def verify_directory(directory: str | Path, progress: Progress | None = None) ->
         done += reader.slot(name).nbytes
         if progress is not None:
             progress(done, total)
-    differs = first_difference(tensors, sent.parts) or first_difference(others, disk_only.parts)
+    differs = first_difference(told["tensors"], sent.parts) or first_difference(told["disk_only"], disk_only.parts)
     if differs is None and combine(sent.parts) != told.get("digest"):
-        return f"{path}: its digest is not that of its tensors"
+        return f"{Path(directory) / DIGEST_FILE}: its digest is not that of its tensors"
     return differs and f"{directory}: {differs}".replace("sent", "written")

@@ -13,7 +13,6 @@ from minite.config.memory import (
     engine_memory,
     learner_memory,
     rank_parameters,
-    summary,
 )
 
 # MOE: 3 layers, H 64, 4 heads and 2 KV heads of 16, vocabulary 32, 4 experts of 32, 2 per token.
@@ -80,6 +79,17 @@ def test_the_kv_cache_of_slime_is_what_the_fraction_leaves(tmp_path):
     assert engine.kv_cache == GIB / 128 - engine.weights and engine.total == GIB / 128
     assert engine.kv_tokens == int(engine.kv_cache // token) > 0
     assert engine_memory(config, plan, 1, 1000).kv_tokens == 0  # the weights alone do not fit
+
+
+def summary(config, plan, gpu_gib):
+    """One line for the head of a recipe."""
+    slime = learner_memory(config, plan, slime=True)
+    engine = engine_memory(config, plan, config.slime.gpus_per_engine, gpu_gib * GIB)
+    parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(slime).items())
+    return (
+        f"[GiB per GPU of {gpu_gib:g}] training {slime.total / GIB:.1f} = {parts}; rollout {engine.weights / GIB:.1f} "
+        f"weights + {engine.kv_cache / GIB:.1f} KV cache of {engine.kv_tokens:,} tokens"
+    )
 
 
 LARGE = [path for path in RUNNABLE if "8 x B300" in path.read_text()]

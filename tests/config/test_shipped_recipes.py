@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from recipe_files import MOE, RUNNABLE, SHIPPED, write
+from restated import restated_defaults
 
 from minite.config import load_recipe, resolve_plan
-from minite.config.restated import restated_defaults
 
 
 def ids(path):

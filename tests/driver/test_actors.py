@@ -118,7 +118,6 @@ def test_completions_are_in_the_order_of_their_requests(run):
     groups = [run.rollouts._requests(run.rollouts._stream._at(i)) for i in range(3)]
     completions = run.samplers.collect(run.samplers.submit(groups[::-1]))
     assert [c.request_id for c in completions] == [r.request_id for group in groups for r in group]
-    assert run.samplers.stats()[0].requests >= 3 * run.config.algo.group_size
 
 
 def test_entropy_stays_what_it_was_before_the_update(run, monkeypatch):

@@ -39,11 +39,8 @@ def _attention_kernel(
     else:
         if index >= tl.load(table + 3 * limit):
             return
-        sequence, token, end = (
-            tl.load(table + index),
-            tl.load(table + limit + index),
-            tl.load(table + 2 * limit + index),
-        )
+        sequence, token = tl.load(table + index), tl.load(table + limit + index)
+        end = tl.load(table + 2 * limit + index)
         if before is None:
             position = token - tl.load(first + sequence).to(tl.int32)
         else:

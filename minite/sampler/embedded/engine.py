@@ -54,7 +54,7 @@ class EmbeddedEngine:
         graphed = self.model.step_by_step() is None
         self.graphs = DecodeGraphs(self.model, self.cache, self.scale, sampler.max_batch) if graphed else None
         self._params: tuple[list[Sequence], BatchParams] | None = None  # of the sequences last sampled
-        self._stats = EngineStats(kv_tokens_total=sampler.kv_tokens)
+        self._stats = EngineStats()
         self._gate = UpdateGate(plan.digest)
         self._manifest: dict[str, str] | None = None
         self._clock = Clock(self.device)

@@ -53,13 +53,14 @@ class SglangEngine:
         env.apply_sglang_env(device, run_config.sampler.tensor_parallel)
         self.backend = get_backend(plan.backend, device=device, strict=False).name
         with tempfile.TemporaryDirectory(prefix="minite-sglang-") as folder:  # read while SGLang starts, not later
-            launch.write_model(run_config, plan, device, Path(folder))
+            for name, content in launch.model_files(run_config, plan, device, Path(folder)).items():
+                (Path(folder) / name).write_text(content, encoding="utf-8")
             options = launch.arguments(run_config, plan, device, Path(folder))
             if run_config.sampler.server:
                 self.sglang: Any = make_server(options, run_config.driver.timeout)
             else:
                 self.sglang = make_engine(options)
-        self._stats = EngineStats(kv_tokens_total=run_config.sampler.kv_tokens)
+        self._stats = EngineStats()
         self._gate = UpdateGate(plan.digest)
         self._live: dict[str, Request] = {}
         self._generating = threading.Lock()

@@ -33,15 +33,14 @@ def check(config: RunConfig, device: str) -> None:
         )
 
 
-def write_model(config: RunConfig, plan: PrecisionPlan, device: str, directory: Path) -> None:
-    """The directory that SGLang is started on: the plan and a config.json that points at it; no weights.
+def model_files(config: RunConfig, plan: PrecisionPlan, device: str, directory: Path) -> dict[str, str]:
+    """Name -> text of what SGLang is started on: the plan and a config.json that points at it in ``directory``.
 
-    ``quantization_config`` is the one way by which the plan reaches the scheduler processes.
+    ``quantization_config`` is the one way by which the plan reaches the scheduler processes. There are no weights.
     """
-    (directory / PLAN_FILE).write_text(plan.to_json(), encoding="utf-8")
     quantization = {"quant_method": METHOD, "plan": str(directory / PLAN_FILE), "device": device}
     content = {**write_hf_config(config.model), "quantization_config": quantization}
-    (directory / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return {PLAN_FILE: plan.to_json(), "config.json": json.dumps(content, indent=1)}
 
 
 def arguments(config: RunConfig, plan: PrecisionPlan, device: str, directory: Path) -> dict[str, Any]:
