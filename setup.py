@@ -32,7 +32,7 @@ setup(
         "safetensors>=0.5",
         "pyyaml>=6.0",
         "megatron-core>=0.16.1,<0.17",  # 0.17 and later need Python 3.12 and import triton
-        "psutil>=5.9",  # the driver clears up behind Ray with it
+        "psutil>=6",  # the driver clears up behind Ray with it
         "ray>=2.40",
         "rich>=13.0",
         "tensorboard>=2.16",

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HOST = "127.0.0.1"
 PATIENCE = 600.0  # for the answer of an engine [s]
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names
 
 
 class Router(ThreadingHTTPServer):
@@ -79,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         request = urllib.request.Request(engine + self.path, data=body or None, method=self.command)
         request.add_header("Content-Type", self.headers.get("Content-Type", "application/json"))
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            with DIRECT.open(request, timeout=PATIENCE) as answer:
                 self._answer(answer.status, answer.read())
         except urllib.error.HTTPError as error:
             self._answer(error.code, error.read())

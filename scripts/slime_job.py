@@ -112,7 +112,7 @@ def metrics(log: str) -> dict[int, dict[str, Any]]:
     rollout = 0
     for kind, number, text in STARTS.findall(log):
         try:
-            values = ast.literal_eval(re.sub(r"\bnan\b", "None", text))
+            values = ast.literal_eval(re.sub(r"\binf\b", "1e999", re.sub(r"\bnan\b", "None", text)))
         except (ValueError, SyntaxError):
             continue
         if kind == "rollout":
@@ -127,7 +127,8 @@ def table(found: dict[int, dict[str, Any]]) -> str:
     names = [name for name in COLUMNS if any(name in row for row in found.values())]
     lines = ["rollout " + "".join(f"{name:>24}" for name in names)]
     for rollout, row in sorted(found.items()):
-        lines.append(f"{rollout:7} " + "".join(f"{row.get(name, float('nan')):24.4g}" for name in names))
+        values = [float("nan") if row.get(name) is None else row[name] for name in names]
+        lines.append(f"{rollout:7} " + "".join(f"{value:24.4g}" for value in values))
     return "\n".join(lines)
 
 
@@ -143,6 +144,8 @@ def main() -> None:
     parser.add_argument("-o", "--override", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--prepare", action="store_true", help="make the files and stop before slime starts")
     args = parser.parse_args()
+    if not 0 <= args.cut < args.rollouts:
+        parser.error(f"--cut {args.cut}: expected less than --rollouts {args.rollouts}, or 0 for no resume")
     out = args.out.resolve()
     recipe, port = make(out, args.override), free_port()
     ends = [end for end in (args.cut, args.rollouts) if end]

@@ -64,6 +64,7 @@ MISTAKES = [
     (["plan"], "no recipe given"),
     (["plan", TINY, "--memory", "268", "--json"], "got --memory and --json; give one of them"),
     (["plan", TINY, "--memory", "-5"], "--memory: -5 is no memory of a GPU"),
+    (["plan", TINY, "--memory", "abc"], "--memory: abc is no memory of a GPU"),
     (["plan", TINY, "--memory", "nan"], "--memory: nan is no memory of a GPU"),
     (["eval", "CKPT", "--recipe", TINY, "--limit", "3"], "--limit: only tasks of lm-eval take it, got --tasks text"),
     (["plan", "recipes/tiny_qwen3_moe_w4a4_grp.yaml"], "no such recipe.*nearest is 'tiny_qwen3_moe_w4a4_grpo.yaml'"),

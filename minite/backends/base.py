@@ -84,6 +84,8 @@ class Fused(Protocol):
     # [T, H]; as ops.moe_combine, where every token has equally many rows
     def combine(self, y_RH: Tensor, prob_R: Tensor, token_R: Tensor, num_tokens: int) -> Tensor | None: ...
 
+    # [T, H]; permute, gate_up, SwiGLU, down, combine. inputs: the operands of both GEMMs; quantized: what norm_quantize
+    # gave for x_TH and gate_up, if it did
     def experts(
         self,
         x_TH: Tensor,
@@ -94,9 +96,7 @@ class Fused(Protocol):
         down: object,
         inputs: tuple[str, str],
         quantized: object = None,
-    ) -> Tensor | None: ...  # [T, H]; permute, gate_up, SwiGLU, down, combine. inputs: the operands of both GEMMs;
-
-    # quantized: what norm_quantize gave for x_TH and gate_up, if it did
+    ) -> Tensor | None: ...
 
 
 class Backend(Protocol):

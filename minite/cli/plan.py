@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from minite.cli.arguments import Command, add_override
@@ -34,10 +35,10 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _gib(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no memory of a GPU, expected GiB such as 268")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no memory of a GPU, expected GiB such as 268")
 
 
 def add(command: Command) -> None:

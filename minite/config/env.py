@@ -69,9 +69,9 @@ def apply_sglang_env(device: str, ranks: int = 1) -> None:
 
 def keep_loopback_direct() -> None:
     """What HTTP clients of this process must find: no proxy is asked for this machine."""
-    for name in ("NO_PROXY", "no_proxy"):
-        given = os.environ.get(name)
-        os.environ[name] = f"{given},127.0.0.1" if given else "127.0.0.1"
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")  # in the order of those that read them
+    direct = given if given == "*" else ",".join(filter(None, [given, "127.0.0.1"]))
+    os.environ.update({"no_proxy": direct, "NO_PROXY": direct})
 
 
 def third_party_env(plan: PrecisionPlan) -> dict[str, str]:

@@ -53,6 +53,7 @@ class _Learner:
 
         if self.worker is not None:
             self.worker.close()
+            self.worker = None
         self.worker = LearnerWorker(config, plan, rank, world, LOOPBACK, port)
 
     def pid(self) -> int:

@@ -17,6 +17,7 @@ import psutil
 import ray
 import torch
 from ray._private import ray_constants
+from ray._private.utils import estimate_available_memory
 
 from minite.backends.device import use_cuda
 from minite.config import PrecisionPlan, RunConfig, env, memory
@@ -82,18 +83,22 @@ def store_bytes(config: RunConfig, plan: PrecisionPlan) -> tuple[int, str | None
     """Size of Ray's object store, and what there is to say of it.
 
     It takes one whole set of weights, as all buckets of a sync are there at once. Where shared memory has not the room,
-    the store is small and Ray moves buckets to files: slower, but Ray refuses a large store outside of shared memory.
+    or half of what memory is left, which it counts in, the store is small and Ray moves buckets to files: slower, but
+    Ray refuses a large store outside of shared memory, and one that leaves the processes too little.
     """
     packed = config.sampler.transport == "packed"
     sent = memory.stored_bytes(config, plan if packed else dataclasses.replace(plan, entries=()))
-    wanted, free = int((sent + OBJECT_STORE_BYTES) / FILLED), shutil.disk_usage(SHARED_MEMORY).free
+    wanted = int((sent + OBJECT_STORE_BYTES) / FILLED)
+    rooms = {f"of {SHARED_MEMORY}": shutil.disk_usage(SHARED_MEMORY).free}
+    rooms["of memory, which is half of what is left"] = estimate_available_memory() // 2  # within a container's limit
+    where, free = min(rooms.items(), key=lambda room: room[1])
     if wanted < free:
         return wanted, None
-    if sent < FILLED * OBJECT_STORE_BYTES:
+    if sent < FILLED * OBJECT_STORE_BYTES / 2:  # a rollout fits beside it
         return OBJECT_STORE_BYTES, None
     return OBJECT_STORE_BYTES, (
         f"each sync moves {sent / memory.GIB:.1f} GiB of weights through files in /tmp: Ray's object store would need "
-        f"{wanted / memory.GIB:.1f} GiB of {SHARED_MEMORY}, which has {free / memory.GIB:.1f} free; give it more"
+        f"{wanted / memory.GIB:.1f} GiB, and there are {free / memory.GIB:.1f} {where}; give it more"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from minite.backends.device import use_cuda
 from minite.backends.registry import explain, get_backend
 from minite.config import PrecisionPlan, RunConfig
@@ -37,7 +39,8 @@ class Job:
         self.scorer = Scorer(config.data)
         self.view = ProgressView(config.name, config.driver.steps)
         self.recovery = Recovery(config.driver.retries, self.view.note)
-        if (slow_store := store_bytes(config, plan)[1]) is not None:
+        slow_store = None if ray.is_initialized() else store_bytes(config, plan)[1]  # a caller's Ray has its own
+        if slow_store is not None:
             self.view.note(slow_store)
         if len(self.task.heldout) > len(self.task.train):
             self.view.note(
@@ -51,7 +54,7 @@ class Job:
         equal in all backends; sums are not, and only strict promises them. Old checkpoints do not say.
         """
         before = state.get("backend", self.backend)
-        if before == self.backend:
+        if _numbers(before) == _numbers(self.backend):
             return
         if self.plan.alignment == "strict":
             raise UserError(
@@ -67,6 +70,11 @@ class Job:
         """End the reward function's process and the live table."""
         self.view.close()
         self.scorer.close()
+
+
+def _numbers(backend: str) -> str:
+    """Equal for backends that compute equal numbers: cpu is the reference compiled, strict too."""
+    return backend.replace("cpu (", "reference (")
 
 
 def _one_backend(config: RunConfig, plan: PrecisionPlan) -> tuple[str, list[str]]:

@@ -61,8 +61,10 @@ def check_unread(config: RunConfig) -> None:
         )
         mend = " ".join(f"-o {path}={_as_yaml(default)}" for path, _, default in found)
         raise UserError(f"{config.where(found[0][0])}: minite launch does not read {told}: remove it, or add {mend}")
-    tokenizer, own = config.data.tokenizer, (config.model.checkpoint, config.slime.checkpoint)
-    if tokenizer != "chars" and Path(tokenizer) not in [Path(path) for path in own if path is not None]:
+    tokenizer = config.data.tokenizer
+    # Either: what engines start from has a copy of the tokenizer of model.checkpoint.
+    own = [Path(path).resolve() for path in (config.model.checkpoint, config.slime.checkpoint) if path is not None]
+    if tokenizer != "chars" and Path(tokenizer).resolve() not in own:
         raise UserError(
             f"{config.where('data.tokenizer')}: data.tokenizer is {tokenizer!r}, but slime takes the one of "
             f"model.checkpoint; set data.tokenizer: {config.model.checkpoint}"

@@ -42,6 +42,7 @@ def test_the_bytes_that_a_sync_sends_are_those_that_were_reckoned(name):
 
 def test_the_store_grows_with_the_weights(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100 * GIB))
+    monkeypatch.setattr(cluster, "estimate_available_memory", lambda: 100 * GIB)
     run_config, plan = resolved(load_recipe(ROOT / "recipes/qwen3_4b_w4a4_grpo.yaml"))
     size, said = cluster.store_bytes(run_config, plan)
     assert size == int((stored_bytes(run_config, plan) + (256 << 20)) / 0.8) and said is None
@@ -52,12 +53,19 @@ def test_the_store_grows_with_the_weights(monkeypatch):
     assert size == int((2 * whole + (256 << 20)) / 0.8)
 
 
+def test_a_store_leaves_memory_to_the_processes(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 500 * GIB))  # a container sees the host's
+    monkeypatch.setattr(cluster, "estimate_available_memory", lambda: 6 * GIB)
+    size, said = cluster.store_bytes(*resolved(load_recipe(ROOT / "recipes/qwen3_4b_w4a4_grpo.yaml")))
+    assert size == 256 << 20 and "there are 3.0 of memory" in said
+
+
 def test_too_little_shared_memory_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 64 << 20))
     tiny = resolved(config(tmp_path))
     assert cluster.store_bytes(*tiny) == (256 << 20, None)  # of a few kB nothing has to leave the store
     size, said = cluster.store_bytes(*resolved(load_recipe(ROOT / "recipes/qwen3_4b_w4a4_grpo.yaml")))
-    assert size == 256 << 20 and "moves 2.9 GiB of weights through files in /tmp" in said and "0.1 free" in said
+    assert size == 256 << 20 and "moves 2.9 GiB of weights through files in /tmp" in said and "0.1 of /dev/shm" in said
     monkeypatch.setattr(job, "store_bytes", lambda *_: (0, "so it is"))
     job.Job(*tiny, tmp_path)
     assert "so it is" in capsys.readouterr().out

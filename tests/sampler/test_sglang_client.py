@@ -252,7 +252,12 @@ def test_the_server_goes_when_the_samplers_process_is_killed():
 
 
 def test_no_proxy_is_asked_for_this_machine(monkeypatch):
-    for given, expected in ({}, "127.0.0.1"), ({"NO_PROXY": "a.org", "no_proxy": "a.org"}, "a.org,127.0.0.1"):
+    for given, expected in (
+        ({}, "127.0.0.1"),
+        ({"NO_PROXY": "a.org", "no_proxy": "a.org"}, "a.org,127.0.0.1"),
+        ({"NO_PROXY": "a.org"}, "a.org,127.0.0.1"),
+        ({"no_proxy": "*"}, "*"),
+    ):
         monkeypatch.setattr(env.os, "environ", given)
         env.keep_loopback_direct()
         assert given == {"NO_PROXY": expected, "no_proxy": expected}

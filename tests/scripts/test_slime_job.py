@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import threading
 import urllib.error
@@ -24,7 +25,7 @@ from minite.config import load_recipe
 
 LOG = """
 (RolloutManager pid=1) [x.py:1] rollout 0: {'rollout/raw_reward': 0.5, 'rollout/gap/abs_mean': 0.01}
-(MegatronTrainRayActor pid=2) [model.py:9] step 0: {'train/ppo_kl': 0.0, 'train/loss': nan}
+(MegatronTrainRayActor pid=2) [model.py:9] step 0: {'train/ppo_kl': nan, 'train/loss': -inf}
 (MegatronTrainRayActor pid=2) [model.py:9] step 1: {'train/ppo_kl': 0.25}
 (RolloutManager pid=1) [x.py:1] rollout 1: {'rollout/raw_reward': 0.75}
 rollout 2: {not python}
@@ -117,7 +118,7 @@ def test_the_job_is_one_that_launch_accepts(tmp_path, monkeypatch):
 
 def test_what_slime_logged_is_read_by_rollout():
     found = slime_job.metrics(LOG)
-    first = {"rollout/raw_reward": 0.5, "rollout/gap/abs_mean": 0.01, "train/ppo_kl": 0.0, "train/loss": None}
+    first = {"rollout/raw_reward": 0.5, "rollout/gap/abs_mean": 0.01, "train/ppo_kl": None, "train/loss": -math.inf}
     assert found[0] == first
     assert found[1] == {"rollout/raw_reward": 0.75} and set(found) == {0, 1}
     text = slime_job.table(found)

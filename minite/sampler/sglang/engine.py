@@ -138,7 +138,10 @@ class SglangEngine:
         return torch.from_numpy(flat).view(-1, model.num_layers, model.experts_per_token)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> int:
-        """End live requests, keeping what they have generated. Returns how many were live."""
+        """End live requests, keeping what they have generated. Returns how many were live.
+
+        One that SGLang has not yet taken, in the moment after ``generate`` was called, runs to its end all the same.
+        """
         live = set(self._live)
         chosen = live if request_ids is None else live & set(request_ids)
         for request_id in chosen:

@@ -22,8 +22,8 @@ __device__ Block term(const MiniteNorm& n, int64_t offset) {
   return t;
 }
 
-// sum + the squares of a block. Float64 holds squares of BF16 values and their sum exactly unless they span more than
-// 2^14: a norm has one value, in whatever order a kernel adds.
+// sum + the squares of a block. Float64 holds a row's sum of squares of BF16 values exactly while the values span less
+// than 2^12; beyond it another order changes about one norm's float32 rounding in 2^28.
 __device__ double add_squares(const Block& t, double sum) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
