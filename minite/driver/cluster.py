@@ -18,6 +18,7 @@ import ray
 import torch
 from ray._private import ray_constants
 from ray._private.utils import estimate_available_memory
+from ray._raylet import Config as RayConfig
 
 from minite.backends.device import use_cuda
 from minite.config import PrecisionPlan, RunConfig, env, memory
@@ -112,6 +113,7 @@ def cluster(config: RunConfig, plan: PrecisionPlan) -> Iterator[None]:
         yield
         return
     env.apply_ray_env()
+    RayConfig.initialize("")  # this process read its variables when ray was imported, and would ask its Ray for a token
     folder = tempfile.mkdtemp(prefix="minite-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
     keep, waiting, others = False, None, psutil.Process().children(recursive=True)
     try:

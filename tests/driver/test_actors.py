@@ -205,3 +205,9 @@ def test_the_cause_is_told_and_not_its_echo_in_another_rank(ray_cluster):
     ray.kill(second)
     with pytest.raises(ProcessDied, match="a learner process died"):
         actors.answers(calls, "learner", 60)
+
+
+def test_a_sampler_whose_server_is_broken_counts_as_dead(ray_cluster):
+    """So it is replaced and its work done again."""
+    error = ProcessDied("SGLang's server died (exit code -9), noticed at /generate")
+    assert actors._explain(ray.exceptions.RayTaskError("generate", "", error), [], "sampler") is error

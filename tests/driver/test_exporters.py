@@ -147,7 +147,7 @@ def test_the_endpoint_stays_open_while_a_run_is_started_again(tmp_path: Path, mo
         seen.append((served[0], scrape(port)["minite_step"]))
         return len(seen) == 3
 
-    monkeypatch.setattr(loop, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(loop, "cluster", lambda *_: nullcontext())
     monkeypatch.setattr(loop, "_attempt", attempt)
     loop._go(Job(run_config, resolve_plan(run_config), tmp_path), None)
     assert [step for _, step in seen] == ["0.0", "1.0", "2.0"] and len({id(opened) for opened, _ in seen}) == 1

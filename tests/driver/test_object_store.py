@@ -10,6 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from minite.backends.registry import get_backend
@@ -67,8 +68,10 @@ def test_too_little_shared_memory_is_said(tmp_path, monkeypatch, capsys):
     size, said = cluster.store_bytes(*resolved(load_recipe(ROOT / "recipes/qwen3_4b_w4a4_grpo.yaml")))
     assert size == 256 << 20 and "moves 2.9 GiB of weights through files in /tmp" in said and "0.1 of /dev/shm" in said
     monkeypatch.setattr(job, "store_bytes", lambda *_: (0, "so it is"))
-    job.Job(*tiny, tmp_path)
-    assert "so it is" in capsys.readouterr().out
+    for callers_own in (True, False):  # its store is not ours
+        monkeypatch.setattr(ray, "is_initialized", lambda own=callers_own: own)
+        job.Job(*tiny, tmp_path)
+        assert ("so it is" in capsys.readouterr().out) != callers_own
 
 
 HOLD = """

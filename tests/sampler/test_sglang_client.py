@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from minite.config import env
-from minite.driver.actors import _explain
 from minite.errors import ProcessDied, UserError
 from minite.ports import LOOPBACK, free_port
 from minite.sampler.sglang.client import PATHS, HttpEngine
@@ -194,13 +193,6 @@ def test_an_abort_that_fails_is_told():
     """Its answer says nothing else."""
     with server(400, "") as (client, _), pytest.raises(ProcessDied, match="answered /abort_request with status 400"):
         client.abort("r1")
-
-
-def test_the_driver_takes_a_broken_server_for_a_sampler_that_died():
-    """So it is replaced and its work done again."""
-    ray = pytest.importorskip("ray")
-    error = ProcessDied("SGLang's server died (exit code -9), noticed at /generate")
-    assert _explain(ray.exceptions.RayTaskError("generate", "", error), [], "sampler") is error
 
 
 def sleep(seconds: float) -> None:
